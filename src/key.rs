@@ -42,6 +42,10 @@ pub struct KeyArgs {
     /// The first priority that the key's requests may ask for; the lowest is first [default: 0]
     #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = priority())]
     priority: Option<i32>,
+
+    /// The key may change how the server runs: restart replicas
+    #[arg(long)]
+    admin: bool,
 }
 
 fn priority() -> clap::builder::RangedI64ValueParser<i32> {
@@ -60,6 +64,7 @@ pub fn draw(args: &KeyArgs) -> anyhow::Result<()> {
         tokens_per_day: args.tokens_per_day.map(NonZeroU32::get),
         weight: args.weight,
         priority: args.priority,
+        admin: args.admin,
     };
     let (key, line) = new_key(&args.id, limits).map_err(anyhow::Error::msg)?;
     let _ = writeln!(io::stderr(), "{key}");

@@ -16,7 +16,12 @@ use looplane_worker::{cuda, model::config::ModelConfig, plan::ModelPlan};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::{net::TcpListener, time::timeout};
 
-use crate::{log::BANNER, notify::ServiceManager, progress, signals::Signals};
+use crate::{
+    log::BANNER,
+    notify::ServiceManager,
+    progress,
+    signals::{RestartSignal, Signals},
+};
 
 /// Workers that share a model on CPUs, unless the user says how many.
 const USUAL_GROUP: u32 = 2;
@@ -46,7 +51,7 @@ pub fn group_size(model: &Path, device: Device) -> u32 {
 /// # Errors
 /// The model or the address cannot be used, the workers fail for good, or a second signal cut requests off.
 pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
-    let signals = Signals::take()?;
+    let (signals, restart_signal) = (Signals::take()?, RestartSignal::take()?);
     raise_descriptor_limit(config.serve.max_connections as u64);
     let text = Arc::new(Text::load(&config.group.model_dir)?.with_parsers(config.parsers));
     config.group.vocabulary = text.grammars.vocabulary().map(Arc::new);
@@ -68,6 +73,7 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let (engine, replicas) = router::spawn(config.group.clone(), |_| launcher.clone())?;
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
+    tokio::spawn(restart_signal.follow(engine.clone(), config.serve.drain));
     let manager = ServiceManager::of_environment();
     let told = manager.map(|manager| tokio::spawn(manager.keep_told(engine.clone(), stop.clone())));
     tokio::spawn(progress::show(engine.watch_state(), format));

@@ -169,7 +169,7 @@ async fn engine(
                 Some(Command::Cancel { sequence, .. }) => drop(sequences.remove(&sequence)),
                 Some(Command::Ping(reply)) => drop(reply.send(())),
                 // An engine that is alone gets no other.
-                Some(Command::HandOver(_) | Command::Adopt(_)) | None => return,
+                Some(Command::HandOver(_) | Command::Adopt(_) | Command::Restart(_)) | None => return,
             },
             _ = ticks.tick() => {
                 let now = Instant::now();

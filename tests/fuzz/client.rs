@@ -131,7 +131,7 @@ fn router() -> Router {
     };
     let grpc = grpc::router(frontend.clone());
     http::router(
-        App::new(frontend, "http://localhost".into(), Access::default(), ResponseStore::new(8), settings),
+        App::new(frontend, "http://localhost".into(), true, Access::default(), ResponseStore::new(8), settings),
         grpc,
     )
 }

@@ -11,6 +11,7 @@ mod common;
 mod demo;
 mod deploy;
 mod dialects;
+mod docs;
 mod golden;
 mod keys;
 mod loadtest;
@@ -22,6 +23,7 @@ mod process;
 mod prometheus;
 mod refusals;
 mod replicas;
+mod restart;
 mod schemas;
 #[path = "../../server/tests/common/scrape.rs"]
 mod scrape;

@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// A server of two replicas that are up.
-async fn two_replicas(tp: &str) -> Server {
+pub async fn two_replicas(tp: &str) -> Server {
     let model = fixture("llama-tied");
     let args = ["--model", model.to_str().expect("UTF-8"), "--replicas", "2", "--tp", tp];
     let server = Server::start(&args).await;
@@ -18,11 +18,11 @@ async fn two_replicas(tp: &str) -> Server {
 }
 
 /// 1 for each replica that computes.
-async fn ready(server: &Server) -> [f64; 2] {
+pub async fn ready(server: &Server) -> [f64; 2] {
     labelled(server, "engine_state", &[("state", "ready")]).await
 }
 
-async fn of_each(server: &Server, name: &str) -> [f64; 2] {
+pub async fn of_each(server: &Server, name: &str) -> [f64; 2] {
     labelled(server, name, &[]).await
 }
 

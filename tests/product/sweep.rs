@@ -81,6 +81,27 @@ fn sizes_are_measured_one_after_the_other_and_one_that_cannot_be_served_says_why
 }
 
 #[test]
+fn layouts_are_measured_with_their_replicas_and_compared() {
+    let out = tempfile::tempdir().expect("a temporary directory");
+    let line = "--layout 2x1,1x1,1x2 --concurrency 4 --duration 1s";
+    let output = sweep(out.path(), line).output().expect("looplane runs");
+    let said = words(&output);
+    assert!(output.status.success(), "{said}");
+    let report = report(out.path());
+    let sizes = report["sizes"].as_array().expect("sizes");
+    let layouts = sizes.iter().map(|size| (size["replicas"].as_u64(), size["tp"].as_u64()));
+    let wanted = [(1, 1), (1, 2), (2, 1)].map(|(replicas, tp)| (Some(replicas), Some(tp)));
+    assert_eq!(layouts.collect::<Vec<_>>(), wanted);
+    for size in sizes {
+        let level = &size["measured"][0];
+        assert!(level["output_throughput"].as_f64() > Some(1.0) && level["failed"] == 0, "{size}");
+    }
+    let log = fs::read_to_string(out.path().join("2xtp1.log")).expect("its log");
+    assert!(log.contains("into 2 worker processes") && log.contains("replica{number=1}"), "{log}");
+    assert!(said.contains("2 x TP 1 is measured") && said.contains("Which layout for which load"), "{said}");
+}
+
+#[test]
 fn a_port_in_use_is_said_with_the_last_lines_of_the_servers_log() {
     let out = tempfile::tempdir().expect("a temporary directory");
     let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");

@@ -45,7 +45,7 @@ pub struct Plot<'a> {
 /// A named line.
 #[derive(Default)]
 pub struct Series<'a> {
-    /// Name in the legend.
+    /// Name in the legend; empty: the text around says what it is.
     pub name: &'a str,
     /// Points that straight lines join.
     pub points: Vec<(f64, f64)>,
@@ -174,12 +174,12 @@ impl Plot<'_> {
     fn legend(&self) -> Markup {
         let mut at = LEFT;
         let mut places = Vec::new();
-        for Series { name, .. } in &self.series {
-            places.push((at, at + SWATCH, at + SWATCH + 6.0, name));
+        for (number, Series { name, .. }) in self.series.iter().enumerate().filter(|(_, of)| !of.name.is_empty()) {
+            places.push((number, at, at + SWATCH, at + SWATCH + 6.0, name));
             at += SWATCH + 6.0 + name.chars().count() as f64 * CHAR_WIDTH + 14.0;
         }
         html! {
-            @for (number, (from, to, text_at, name)) in places.into_iter().enumerate() {
+            @for (number, from, to, text_at, name) in places {
                 line class={ "line s" (number) } x1=(units(from)) y1="35" x2=(units(to)) y2="35" {}
                 text class="legend" x=(units(text_at)) y="39" { (name) }
             }

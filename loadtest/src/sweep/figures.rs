@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use crate::figures::server_side::times;
 use crate::run::calibrate::TOLERATED_MS;
+use crate::sweep::layout::Layout;
 
 /// Where the servers of a sweep compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -55,10 +56,11 @@ pub struct LoadPoint {
     pub streams: Option<u32>,
 }
 
-/// A size of the group of workers.
+/// A layout of the server.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Size {
-    pub tp: u32,
+    #[serde(flatten)]
+    pub layout: Layout,
     /// Why it was not measured, or not under all loads.
     pub not_measured: Option<String>,
     /// From the start of the server until it could answer.
@@ -99,12 +101,13 @@ pub struct Level {
 pub struct Prediction {
     /// Which of [`Sweep::loads`].
     pub load: usize,
-    pub step_ms: f64,
+    /// By the scaling model; none where replicas are calculated from one.
+    pub step_ms: Option<f64>,
     /// Tokens a second.
     pub output_throughput: f64,
     pub mean_tpot_ms: f64,
     /// Share of the read limit that steps reach, prompts and front end included.
-    pub read_share: f64,
+    pub read_share: Option<f64>,
     /// Whether what serving adds to a step was fitted on this size.
     pub fitted: bool,
 }
@@ -133,7 +136,8 @@ pub enum How {
 /// One size under one load: what tables and plots show of it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Row {
-    pub tp: u32,
+    #[serde(flatten)]
+    pub layout: Layout,
     pub how: How,
     /// Tokens a second.
     pub tokens_per_s: f64,
@@ -150,6 +154,17 @@ pub struct Row {
     /// By how much the model's tokens a second are off, over what was measured.
     pub model_error: Option<f64>,
     pub model_fitted: bool,
+}
+
+/// Which of several layouts of as many sockets is the best under a load.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Choice {
+    /// Which of [`Sweep::loads`].
+    pub load: usize,
+    /// Of the most tokens a second.
+    pub most: Row,
+    /// Of the shortest time between the tokens of a stream.
+    pub fastest: Row,
 }
 
 impl Device {
@@ -211,8 +226,9 @@ impl Size {
 impl Sweep {
     /// Rows of the sizes that were measured under a load or can be predicted, in the order of the sizes.
     pub fn rows(&self, load: usize) -> Vec<Row> {
-        let measured = self.sizes.iter().filter_map(|size| Some((size.tp, size.level(load)?.output_throughput)));
-        let base = measured.min_by_key(|(tp, _)| *tp).filter(|(_, tokens_per_s)| *tokens_per_s > 0.0);
+        let measured =
+            self.sizes.iter().filter_map(|size| Some((size.layout.sockets(), size.level(load)?.output_throughput)));
+        let base = measured.min_by_key(|(sockets, _)| *sockets).filter(|(_, tokens_per_s)| *tokens_per_s > 0.0);
         let row = |size: &Size| {
             let (level, prediction) = (size.level(load), size.prediction(load));
             let (tokens_per_s, tpot_ms) = match (level, prediction) {
@@ -220,25 +236,28 @@ impl Sweep {
                 (None, Some(prediction)) => (prediction.output_throughput, Some(prediction.mean_tpot_ms)),
                 (None, None) => return None,
             };
+            let sockets = size.layout.sockets();
             let speed_up = base.map(|(_, of_base)| tokens_per_s / of_base);
             Some(Row {
-                tp: size.tp,
+                layout: size.layout,
                 how: match level {
                     None => How::Predicted,
-                    Some(_) if self.is_crowded(size.tp) => How::Overhead,
+                    Some(_) if self.is_crowded(sockets) => How::Overhead,
                     Some(_) => How::Measured,
                 },
                 tokens_per_s,
                 speed_up,
-                efficiency: base.zip(speed_up).map(|((tp, _), speed_up)| speed_up * f64::from(tp) / f64::from(size.tp)),
-                tokens_per_s_a_socket: tokens_per_s / f64::from(size.tp),
+                efficiency: base
+                    .zip(speed_up)
+                    .map(|((of_base, _), speed_up)| speed_up * f64::from(of_base) / f64::from(sockets)),
+                tokens_per_s_a_socket: tokens_per_s / f64::from(sockets),
                 tokens_per_s_a_user: tpot_ms.map(|ms| 1e3 / ms),
                 tpot_ms,
                 median_ttft_ms: level.and_then(|level| level.median_ttft_ms),
                 p99_ttft_ms: level.and_then(|level| level.p99_ttft_ms),
                 read_share: match level {
                     Some(level) => self.read_share(size, level),
-                    None => prediction.map(|prediction| prediction.read_share),
+                    None => prediction.and_then(|prediction| prediction.read_share),
                 },
                 model_error: level
                     .zip(prediction)
@@ -247,6 +266,29 @@ impl Sweep {
             })
         };
         self.sizes.iter().filter_map(row).collect()
+    }
+
+    /// Whether there are layouts of several replicas.
+    pub fn has_replicas(&self) -> bool {
+        self.sizes.iter().any(|size| size.layout.replicas > 1)
+    }
+
+    /// The best of as many sockets under each load, where there are several layouts of them.
+    pub fn choices(&self) -> Vec<Choice> {
+        let mut choices = Vec::new();
+        for load in 0..self.loads.len() {
+            let rows = self.rows(load);
+            // They are in the order of their sockets.
+            for of in rows.chunk_by(|a, b| a.layout.sockets() == b.layout.sockets()).filter(|of| of.len() > 1) {
+                let most = of.iter().max_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s));
+                let timed = of.iter().filter_map(|row| Some((row, row.tpot_ms?)));
+                let fastest = timed.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(row, _)| row);
+                if let (Some(most), Some(fastest)) = (most, fastest) {
+                    choices.push(Choice { load, most: most.clone(), fastest: fastest.clone() });
+                }
+            }
+        }
+        choices
     }
 
     /// The sweep as one JSON object, with `rows`, which follow from the rest: for each load a list of them.
@@ -261,8 +303,8 @@ impl Sweep {
     }
 
     /// Whether so many workers share cores, so that they show what workers cost and not what sockets buy.
-    pub fn is_crowded(&self, tp: u32) -> bool {
-        self.threads.is_some_and(|threads| tp * threads > self.cores)
+    pub fn is_crowded(&self, sockets: u32) -> bool {
+        self.threads.is_some_and(|threads| sockets * threads > self.cores)
     }
 
     /// The largest error of the model over sizes that it was not fitted on, without sign.
@@ -280,27 +322,27 @@ impl Sweep {
                 "the model's largest error on sizes that were measured and that it was not fitted on is {percent:.1} %"
             ));
         }
-        let levels = || self.sizes.iter().flat_map(|size| size.measured.iter().map(move |level| (size.tp, level)));
-        for (tp, level) in levels().filter(|(_, level)| level.failed > 0) {
+        let levels = || self.sizes.iter().flat_map(|size| size.measured.iter().map(move |level| (size.layout, level)));
+        for (layout, level) in levels().filter(|(_, level)| level.failed > 0) {
             let (name, sent) = (&self.loads[level.load].name, level.completed + level.failed);
-            remarks.push(format!("TP {tp}, {name}: {} of {sent} requests failed, see {}", level.failed, level.file));
+            remarks.push(format!("{layout}, {name}: {} of {sent} requests failed, see {}", level.failed, level.file));
         }
-        for (tp, level) in levels() {
+        for (layout, level) in levels() {
             if let Some(losses) = level.worker_losses.filter(|losses| *losses > 0.0) {
                 let (name, losses, file) = (&self.loads[level.load].name, times(losses), &level.file);
                 remarks.push(format!(
-                    "TP {tp}, {name}: workers died under this load ({losses}), and its figures hold the wait for new ones, \
+                    "{layout}, {name}: workers died under this load ({losses}), and its figures hold the wait for new ones, \
                      see {file}"
                 ));
             }
         }
-        let lag = |(tp, level): (u32, &Level)| Some((level.p99_client_lag_ms?, tp, level.load));
+        let lag = |(layout, level): (Layout, &Level)| Some((level.p99_client_lag_ms?, layout, level.load));
         let latest = levels().filter_map(lag).max_by(|a, b| a.0.total_cmp(&b.0));
-        if let Some((late_ms, tp, load)) = latest.filter(|(late_ms, ..)| *late_ms > TOLERATED_MS) {
+        if let Some((late_ms, layout, load)) = latest.filter(|(late_ms, ..)| *late_ms > TOLERATED_MS) {
             let name = &self.loads[load].name;
             remarks.push(format!(
                 "the load tester shares the machine with the servers: one in a hundred of its own timers was late by \
-                 {late_ms:.1} ms or more at TP {tp}, {name}, and less elsewhere; so may every time be"
+                 {late_ms:.1} ms or more at {layout}, {name}, and less elsewhere; so may every time be"
             ));
         }
         remarks.extend(self.notes.iter().cloned());

@@ -1,8 +1,9 @@
-//! What more sockets buy: the same loads on servers of several sizes, as one report.
+//! What more sockets buy: the same loads on servers of several layouts, as one report.
 
 mod bench;
 mod child;
 mod figures;
+mod layout;
 mod page;
 pub(crate) mod plan;
 mod predict;

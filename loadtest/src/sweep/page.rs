@@ -5,7 +5,8 @@ use maud::{Markup, html};
 use crate::report::page;
 use crate::report::plot::{Axis, Mark, Plot, STEPS, Series};
 use crate::sweep::figures::{Device, How, Row, Sweep};
-use crate::sweep::table::{cells, heads, legend, line};
+use crate::sweep::layout::Layout;
+use crate::sweep::table::{CHOICE_HEADS, cells, choice_cells, heads, legend, line};
 use crate::text::readable;
 
 const STYLE: &str = include_str!("page.css");
@@ -26,7 +27,7 @@ pub fn page(sweep: &Sweep) -> String {
     let settings = sweep.settings.iter().cloned();
     let ready = sweep.sizes.iter().map(|size| {
         let after = size.ready_s.map_or_else(|| "never".into(), |ready_s| format!("after {ready_s:.1} s"));
-        (format!("server of TP {} ready", size.tp), after)
+        (format!("server of {} ready", size.layout), after)
     });
     let body = html! {
         h1 { (title) }
@@ -35,6 +36,7 @@ pub fn page(sweep: &Sweep) -> String {
         @if sweep.sizes.iter().any(|size| !size.measured.is_empty()) {
             (over_sizes(sweep))
             (interactivity(sweep))
+            (choices(sweep))
             (tables(sweep))
         } @else {
             p { "Nothing has been measured." }
@@ -73,6 +75,9 @@ fn over_sizes(sweep: &Sweep) -> Markup {
         p class="muted" {
             "Discs and solid lines: measured. " (other)
             " Thin lines: linear scaling from the smallest size that was measured."
+            @if sweep.has_replicas() {
+                " Marks without a line: replicas, those with rings on GPUs calculated from one under its share of the streams."
+            }
         }
     }
 }
@@ -87,9 +92,9 @@ fn over_size(
     value: impl Fn(&Row) -> Option<f64>,
     linear: impl Fn(f64, f64) -> f64,
 ) -> Markup {
-    let size = |row: &Row| f64::from(row.tp);
+    let size = |row: &Row| f64::from(row.layout.sockets());
     // The same axis under all loads.
-    let sizes = || (0..sweep.loads.len()).flat_map(|load| sweep.rows(load)).map(|row| row.tp);
+    let sizes = || (0..sweep.loads.len()).flat_map(|load| sweep.rows(load)).map(|row| row.layout.sockets());
     let (Some(first), Some(smallest), Some(largest)) = (rows.first(), sizes().min(), sizes().max()) else {
         return html! { div class="plot" { p { (title) ": nothing was measured" } } };
     };
@@ -99,15 +104,20 @@ fn over_size(
         (_, Some(error)) if kind == How::Predicted => value(row).map(|measured| measured * (1.0 + error)),
         _ => None,
     };
-    let line = |kind: How| {
-        let points: Vec<(f64, f64)> = rows.iter().filter_map(|row| Some((size(row), of_kind(row, kind)?))).collect();
-        let mark = |&at: &(f64, f64)| Mark {
-            at,
-            meaning: format!("TP {}: {:.1} {label}, {}", at.0, at.1, kind.in_words()),
-            hollow: kind != How::Measured,
-        };
-        Series { name: kind.in_short(), marks: points.iter().map(mark).collect(), points }
+    let mark = |row: &Row, kind: How| {
+        let at = (size(row), of_kind(row, kind)?);
+        let meaning = format!("{}: {:.1} {label}, {}", row.layout, at.1, kind.in_words());
+        Some(Mark { at, meaning, hollow: kind != How::Measured })
     };
+    let line = |kind: How| {
+        let groups = rows.iter().filter(|row| row.layout.replicas == 1);
+        let marks: Vec<Mark> = groups.filter_map(|row| mark(row, kind)).collect();
+        Series { name: kind.in_short(), points: marks.iter().map(|mark| mark.at).collect(), marks }
+    };
+    // Several may have as many sockets: they are no line.
+    let replicas = rows.iter().filter(|row| row.layout.replicas > 1);
+    let replicas = replicas.filter_map(|row| mark(row, row.how)).collect();
+    let replicas = Series { name: "replicas", points: Vec::new(), marks: replicas };
     let unlike = match sweep.device {
         Device::Cpu => How::Overhead,
         Device::Cuda => How::Predicted,
@@ -116,9 +126,14 @@ fn over_size(
     // Workers without a core of their own are not meant to scale.
     let last_of_its_own = rows.iter().rfind(|row| row.how != How::Overhead).unwrap_or(first);
     let ideal = [first, last_of_its_own].map(|row| (size(row), linear(from, size(row) / size(first))));
-    let linear = Series { name: "linear", points: ideal.into(), marks: Vec::new() };
-    let series = vec![line(How::Measured), line(unlike), linear];
-    let highest = series.iter().flat_map(|of| &of.points).map(|at| at.1).fold(0.0, f64::max);
+    // The legend has room for three.
+    let linear = |name| Series { name, points: ideal.into(), marks: Vec::new() };
+    let series = match sweep.has_replicas() {
+        true => vec![line(How::Measured), line(unlike), linear(""), replicas],
+        false => vec![line(How::Measured), line(unlike), linear("linear")],
+    };
+    let marked = series.iter().flat_map(|of| of.marks.iter().map(|mark| &mark.at));
+    let highest = series.iter().flat_map(|of| &of.points).chain(marked).map(|at| at.1).fold(0.0, f64::max);
     let x = Axis::of_doublings(&format!("{}s", sweep.device.socket()), smallest, largest.max(2 * smallest));
     let y = Axis::linear(label, 0.0, highest, SMALL_STEPS);
     let plot = Plot { title, width: SMALL.0, height: SMALL.1, x, y, series };
@@ -128,26 +143,26 @@ fn over_size(
 /// Tokens a second of each socket over those of each user: a curve for each size, with a point for each load.
 fn interactivity(sweep: &Sweep) -> Markup {
     let socket = sweep.device.socket();
-    let mut curves: Vec<(u32, How, Vec<Mark>)> = Vec::new();
-    let name_of = |tp: u32, how: How| match how {
-        How::Measured => format!("TP {tp}"),
-        How::Predicted => format!("TP {tp}, predicted"),
-        How::Overhead => format!("TP {tp} on {} cores", sweep.cores),
+    let mut curves: Vec<(Layout, How, Vec<Mark>)> = Vec::new();
+    let name_of = |layout: Layout, how: How| match how {
+        How::Measured => layout.to_string(),
+        How::Predicted => format!("{layout}, predicted"),
+        How::Overhead => format!("{layout} on {} cores", sweep.cores),
     };
     for (load, point) in sweep.loads.iter().enumerate() {
         for row in sweep.rows(load) {
             let Some(of_user) = row.tokens_per_s_a_user else { continue };
-            let (name, of_socket) = (name_of(row.tp, row.how), row.tokens_per_s_a_socket);
+            let (name, of_socket) = (name_of(row.layout, row.how), row.tokens_per_s_a_socket);
             let meaning = format!("{name}, {}: {of_user:.1} tokens / s a user, {of_socket:.1} a {socket}", point.name);
             let mark = Mark { at: (of_user, of_socket), meaning, hollow: row.how != How::Measured };
-            match curves.iter_mut().find(|(tp, how, _)| (*tp, *how) == (row.tp, row.how)) {
+            match curves.iter_mut().find(|(layout, how, _)| (*layout, *how) == (row.layout, row.how)) {
                 Some((_, _, marks)) => marks.push(mark),
-                None => curves.push((row.tp, row.how, vec![mark])),
+                None => curves.push((row.layout, row.how, vec![mark])),
             }
         }
     }
-    curves.sort_by_key(|(tp, how, _)| (*tp, *how != How::Measured));
-    let names: Vec<String> = curves.iter().map(|(tp, how, _)| name_of(*tp, *how)).collect();
+    curves.sort_by_key(|(layout, how, _)| (layout.sockets(), layout.replicas, *how != How::Measured));
+    let names: Vec<String> = curves.iter().map(|(layout, how, _)| name_of(*layout, *how)).collect();
     let dashed = curves.iter().enumerate().filter(|(_, (_, how, _))| *how != How::Measured);
     let dashed: String = dashed.map(|(number, _)| format!(" dash{number}")).collect();
     let series = names.iter().zip(curves).map(|(name, (_, _, marks))| Series {
@@ -170,6 +185,25 @@ fn interactivity(sweep: &Sweep) -> Markup {
             p class="muted" {
                 "A mark for each load: " (loads.join(", ")) ". Up: cheaper; right: faster for each user."
             }
+        }
+    }
+}
+
+/// Which layout of as many sockets is the best under each load.
+fn choices(sweep: &Sweep) -> Markup {
+    let choices = sweep.choices();
+    html! {
+        @if !choices.is_empty() {
+            h2 { "Which layout for which load" }
+            div class="wide" {
+                table class="figures" {
+                    tr { @for head in CHOICE_HEADS { th { (head) } } }
+                    @for choice in &choices {
+                        tr { @for cell in choice_cells(sweep, choice) { td { (cell) } } }
+                    }
+                }
+            }
+            p class="muted" { "Layouts of as many sockets are compared; replicas x workers that share the model." }
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::figures::tally::Window;
 use crate::measure::args::LoadArgs;
 use crate::sweep::bench::Commands;
 use crate::sweep::figures::{Device, LoadPoint, Sweep};
+use crate::sweep::layout::{self, Layout};
 use crate::text::utc_date;
 
 /// How long each load is sent where neither `--duration` nor `--requests` says.
@@ -21,7 +22,7 @@ const BUSY: f64 = 0.25;
 /// Where a load goes that names no server: a sweep starts its own.
 const NO_TARGET: &str = "http://127.0.0.1:8000";
 
-/// Measures this program's server on groups of several sizes, and predicts the sizes that the machine lacks.
+/// Measures this program's server in several layouts, and predicts those that the machine has no sockets for.
 #[derive(Debug, Clone, clap::Args)]
 #[command(
     mut_arg("model", |arg| arg.value_name("DIR").env("LOOPLANE_MODEL")
@@ -39,6 +40,10 @@ pub struct SweepArgs {
     /// Sizes of the group: workers that share the model
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "1,2,4,8,16", value_parser = parse_size)]
     pub tp: Vec<u32>,
+
+    /// Instead: replicas times the workers of each, such as 1x1,2x1,4x1,1x4; which of them serves which load best
+    #[arg(long, value_name = "RxT,..", value_delimiter = ',', conflicts_with = "tp")]
+    pub layout: Vec<Layout>,
 
     /// Where the workers compute [default: cuda where there is a GPU, else cpu]
     #[arg(long, value_enum)]
@@ -69,6 +74,16 @@ pub struct SweepArgs {
     /// What this package cannot know: it sees the product from outside only.
     #[arg(skip)]
     pub machine: Machine,
+}
+
+impl SweepArgs {
+    /// What is measured, each once and in the order of the report.
+    pub fn layouts(&self) -> Vec<Layout> {
+        match self.layout.is_empty() {
+            true => layout::ascending(self.tp.iter().map(|tp| Layout::group(*tp))),
+            false => layout::ascending(self.layout.iter().copied()),
+        }
+    }
 }
 
 /// Where a sweep runs.
@@ -106,7 +121,7 @@ pub fn plan(args: &SweepArgs) -> anyhow::Result<(Plan, Sweep)> {
     let named = args.load.model.as_ref().map(PathBuf::from);
     let looplane = std::env::current_exe().context("cannot find this program, to start its servers")?;
     let cores = std::thread::available_parallelism().map_or(1, |count| count.get() as u32);
-    let largest = args.tp.iter().copied().max().unwrap_or(1);
+    let largest = args.layouts().iter().map(|layout| layout.sockets()).max().unwrap_or(1);
     let threads = match device {
         Device::Cpu => Some(args.threads.unwrap_or((cores / largest).max(1))),
         Device::Cuda => args.threads,
@@ -202,8 +217,10 @@ fn loads(args: &SweepArgs, load: LoadArgs) -> anyhow::Result<Vec<LoadArgs>> {
     let load = LoadArgs { duration, ignore_eos: true, ..load };
     let mut loads: Vec<LoadArgs> = match (load.concurrency, load.rate) {
         (None, None) => {
-            let concurrencies = ascending(&args.concurrencies).into_iter();
-            concurrencies.map(|n| LoadArgs { concurrency: Some(n), ..load.clone() }).collect()
+            let mut concurrencies = args.concurrencies.clone();
+            concurrencies.sort_unstable();
+            concurrencies.dedup();
+            concurrencies.into_iter().map(|n| LoadArgs { concurrency: Some(n), ..load.clone() }).collect()
         }
         _ => vec![load],
     };
@@ -215,14 +232,6 @@ fn loads(args: &SweepArgs, load: LoadArgs) -> anyhow::Result<Vec<LoadArgs>> {
         }
     }
     Ok(loads)
-}
-
-/// Each of `numbers` once, the least first.
-pub fn ascending(numbers: &[u32]) -> Vec<u32> {
-    let mut ascending = numbers.to_vec();
-    ascending.sort_unstable();
-    ascending.dedup();
-    ascending
 }
 
 fn name_of(load: &LoadArgs) -> String {
@@ -238,6 +247,5 @@ fn not_here(arg: clap::Arg) -> clap::Arg {
 }
 
 fn parse_size(text: &str) -> Result<u32, String> {
-    let size = text.trim().parse().ok().filter(|size| matches!(size, 1 | 2 | 4 | 8 | 16));
-    size.ok_or_else(|| format!("'{text}' is no size of a group: give 1, 2, 4, 8 or 16"))
+    layout::size(text).ok_or_else(|| format!("'{text}' is no size of a group: give 1, 2, 4, 8 or 16"))
 }

@@ -7,7 +7,8 @@
 
 use serde::Deserialize;
 
-use crate::sweep::figures::{Prediction, Size, Sweep};
+use crate::sweep::figures::{Device, Prediction, Row, Size, Sweep};
+use crate::sweep::layout::Layout;
 
 /// Sizes that predictions are fitted on; the scaling model's, too.
 pub const FITTED: [u32; 2] = [1, 2];
@@ -90,16 +91,17 @@ pub fn predict(sweep: &mut Sweep, scaling: &Scaling) {
                 continue;
             }
         };
-        for size in &mut sweep.sizes {
-            let Some(step) = step(size.tp) else { continue };
-            let mean_tpot_ms = step.step_ms + to_gap.on_ms(size.tp);
+        for size in sweep.sizes.iter_mut().filter(|size| size.layout.replicas == 1) {
+            let tp = size.layout.tp;
+            let Some(step) = step(tp) else { continue };
+            let mean_tpot_ms = step.step_ms + to_gap.on_ms(tp);
             size.predicted.push(Prediction {
                 load,
-                step_ms: step.step_ms,
-                output_throughput: f64::from(streams) * 1e3 / (step.step_ms + to_token.on_ms(size.tp)),
+                step_ms: Some(step.step_ms),
+                output_throughput: f64::from(streams) * 1e3 / (step.step_ms + to_token.on_ms(tp)),
                 mean_tpot_ms,
-                read_share: step.bytes / (mean_tpot_ms * 1e6) / scaling.read_gb_s,
-                fitted: FITTED.contains(&size.tp),
+                read_share: Some(step.bytes / (mean_tpot_ms * 1e6) / scaling.read_gb_s),
+                fitted: FITTED.contains(&tp),
             });
         }
     }
@@ -113,10 +115,51 @@ pub fn predict(sweep: &mut Sweep, scaling: &Scaling) {
         ));
     }
     for refused in &scaling.refused {
-        let unmeasured = sweep.sizes.iter().any(|size| size.tp == refused.tensor_parallel && size.measured.is_empty());
+        let unmeasured = sweep
+            .sizes
+            .iter()
+            .any(|size| size.layout == Layout::group(refused.tensor_parallel) && size.measured.is_empty());
         if unmeasured {
             sweep.notes.push(format!("TP {}: not predicted: {}", refused.tensor_parallel, refused.reason));
         }
+    }
+}
+
+/// Calculates replicas from one of them under its share of the streams, which has to be a load of the sweep: replicas
+/// wait for nobody, and a front end for all of them is taken to be fast enough. What was measured tests that. On CPUs
+/// all layouts are measured, and the memory that replicas read is one.
+pub fn predict_replicas(sweep: &mut Sweep) {
+    let is_of_replicas = |size: &Size| size.layout.replicas > 1;
+    if sweep.device == Device::Cpu || !sweep.sizes.iter().any(is_of_replicas) {
+        return;
+    }
+    let rows: Vec<Vec<Row>> = (0..sweep.loads.len()).map(|load| sweep.rows(load)).collect();
+    let (loads, mut lacking) = (&sweep.loads, Vec::new());
+    for size in sweep.sizes.iter_mut().filter(|size| is_of_replicas(size)) {
+        let Layout { replicas, tp } = size.layout;
+        for (load, streams) in loads.iter().enumerate().filter_map(|(load, point)| Some((load, point.streams?))) {
+            let share = streams.is_multiple_of(replicas).then_some(streams / replicas);
+            let of_one = share.and_then(|share| loads.iter().position(|point| point.streams == Some(share)));
+            let one = of_one.and_then(|of_one| rows[of_one].iter().find(|row| row.layout == Layout::group(tp)));
+            match one.and_then(|one| Some((one, one.tpot_ms?))) {
+                Some((one, mean_tpot_ms)) => size.predicted.push(Prediction {
+                    load,
+                    step_ms: None,
+                    output_throughput: f64::from(replicas) * one.tokens_per_s,
+                    mean_tpot_ms,
+                    read_share: one.read_share,
+                    fitted: false,
+                }),
+                None if size.level(load).is_none() => lacking.push(format!("{}, {}", size.layout, loads[load].name)),
+                None => {}
+            }
+        }
+    }
+    if !lacking.is_empty() {
+        sweep.notes.push(format!(
+            "not calculated, as that takes one replica under its share of the streams: {}",
+            lacking.join("; ")
+        ));
     }
 }
 
@@ -131,7 +174,7 @@ fn added(
     let mut on_token = [0.0; FITTED.len()];
     let mut on_gap = on_token;
     for (place, tp) in FITTED.into_iter().enumerate() {
-        let level = sizes.iter().find(|size| size.tp == tp).and_then(|size| size.level(load));
+        let level = sizes.iter().find(|size| size.layout == Layout::group(tp)).and_then(|size| size.level(load));
         let (level, step_ms) = level.zip(step_ms(tp)).ok_or("that takes measured sizes 1 and 2")?;
         let tpot_ms = level.mean_tpot_ms.ok_or("answers of one token have no time between tokens")?;
         on_token[place] = streams * 1e3 / level.output_throughput - step_ms;

@@ -1,8 +1,8 @@
 //! `loadtest sweep`: what more sockets buy, as one report.
 //!
-//! For each size of the group it starts a server of this program, puts the same loads on it, ends it, and lets the
-//! bench say what its steps read. Sizes that the machine lacks are [`predict`]ed. The report is written after each
-//! size, so that a sweep that is interrupted keeps what it has.
+//! For each layout it starts a server of this program, puts the same loads on it, ends it, and lets the
+//! bench say what the steps of a group read. Layouts that the machine lacks are [`predict`]ed. The report is written
+//! after each, so that a sweep that is interrupted keeps what it has.
 
 use std::ffi::OsString;
 use std::fs;
@@ -24,9 +24,10 @@ use crate::run::live::Screen;
 use crate::run::watch::{self, Before};
 use crate::sweep::child::{Child, STOPPED};
 use crate::sweep::figures::{Device, Level, Size, Sweep};
+use crate::sweep::layout::Layout;
 use crate::sweep::page::page;
-use crate::sweep::plan::{Plan, SweepArgs, ascending, plan};
-use crate::sweep::predict::{FITTED, MOST_STREAMS, predict};
+use crate::sweep::plan::{Plan, SweepArgs, plan};
+use crate::sweep::predict::{FITTED, MOST_STREAMS, predict, predict_replicas};
 use crate::sweep::table;
 
 const JSON_FILE: &str = "sweep.json";
@@ -41,19 +42,19 @@ pub async fn run(args: &SweepArgs, stop: &CancellationToken) -> anyhow::Result<(
     let (plan, mut sweep) = plan(args)?;
     fs::create_dir_all(&plan.out)
         .with_context(|| format!("cannot make the directory {} (--out)", plan.out.display()))?;
-    plan.run(&ascending(&args.tp), &mut sweep, stop).await
+    plan.run(&args.layouts(), &mut sweep, stop).await
 }
 
 impl Plan {
-    /// Measures all `sizes` and predicts those that it cannot; keeps the report after each.
-    async fn run(&self, sizes: &[u32], sweep: &mut Sweep, stop: &CancellationToken) -> anyhow::Result<()> {
+    /// Measures all `layouts` and predicts those that it cannot; keeps the report after each.
+    async fn run(&self, layouts: &[Layout], sweep: &mut Sweep, stop: &CancellationToken) -> anyhow::Result<()> {
         self.keep(sweep)?;
-        for &tp in sizes {
+        for &layout in layouts {
             if stop.is_cancelled() {
                 break;
             }
-            let mut size = Size { tp, ..Size::default() };
-            let is_lacking = self.device == Device::Cuda && tp > sweep.gpus;
+            let mut size = Size { layout, ..Size::default() };
+            let is_lacking = self.device == Device::Cuda && layout.sockets() > sweep.gpus;
             let measured = match is_lacking {
                 true => Err(anyhow!("this machine has {} GPUs", sweep.gpus)),
                 false => self.measure(&mut size, sweep, stop).await,
@@ -66,6 +67,7 @@ impl Plan {
         if let Err(error) = self.predict(sweep, stop).await {
             sweep.notes.push(format!("no size is predicted: {error:#}"));
         }
+        predict_replicas(sweep);
         if stop.is_cancelled() {
             sweep.notes.push("the sweep was stopped by the user; loads under way then are left out".into());
         }
@@ -77,16 +79,21 @@ impl Plan {
 
     /// Measures a size under all loads, and then what its steps read.
     async fn measure(&self, size: &mut Size, sweep: &mut Sweep, stop: &CancellationToken) -> anyhow::Result<()> {
-        let tp = size.tp;
-        let log = self.out.join(format!("tp{tp}.log"));
-        let arguments = ["serve".into(), "--until-stdin-closes".into(), "--tp".into(), OsString::from(tp.to_string())];
+        let Layout { replicas, tp } = size.layout;
+        let log = self.out.join(format!("{}.log", size.layout.stem()));
+        let mut arguments = ["serve", "--until-stdin-closes", "--tp"].map(OsString::from).to_vec();
+        arguments.push(tp.to_string().into());
+        if replicas > 1 {
+            arguments.extend(["--replicas".into(), replicas.to_string().into()]);
+        }
         let arguments = arguments.iter().chain(&self.serve);
         let begun = Instant::now();
-        let mut server = Child::start(format!("looplane serve --tp {tp}"), &self.looplane, arguments, &log)?;
+        let mut server = Child::start(format!("looplane serve, {}", size.layout), &self.looplane, arguments, &log)?;
         let measured = self.put_loads(&mut server, begun, size, sweep, stop).await;
         server.end().await;
         measured?;
-        let Some(commands) = &self.commands else { return Ok(()) };
+        // Replicas compute what one alone does.
+        let Some(commands) = self.commands.as_ref().filter(|_| replicas == 1) else { return Ok(()) };
         let streams = sweep.loads.iter().filter_map(|load| load.streams);
         match commands.bench(tp, streams, context_of(size), stop).await {
             Ok(bench) => {
@@ -110,7 +117,7 @@ impl Plan {
         let base = server.ready(stop).await?;
         size.ready_s = Some(begun.elapsed().as_secs_f64());
         for (place, load) in self.loads.iter().enumerate() {
-            let level = self.put_load(&base, size.tp, place, load, sweep, stop).await;
+            let level = self.put_load(&base, size.layout, place, load, sweep, stop).await;
             if stop.is_cancelled() {
                 bail!(STOPPED);
             }
@@ -118,8 +125,8 @@ impl Plan {
             server.check()?;
             let level = level?;
             say(&format!(
-                "TP {}, {}: {:.1} tokens a second",
-                size.tp, sweep.loads[place].name, level.output_throughput
+                "{}, {}: {:.1} tokens a second",
+                size.layout, sweep.loads[place].name, level.output_throughput
             ))?;
             size.measured.push(level);
         }
@@ -129,7 +136,7 @@ impl Plan {
     async fn put_load(
         &self,
         base: &str,
-        tp: u32,
+        layout: Layout,
         place: usize,
         load: &LoadArgs,
         sweep: &mut Sweep,
@@ -137,7 +144,7 @@ impl Plan {
     ) -> anyhow::Result<Level> {
         let load = LoadArgs { target: base.to_owned(), ..load.clone() };
         let name = sweep.loads[place].name.clone();
-        let title = format!("TP {tp}, {name}");
+        let title = format!("{layout}, {name}");
         let Prepared { workload, setup } = prepare(&load, None, stop).await?;
         sweep.notes.extend(setup.notes.iter().map(|note| format!("{title}: {note}")));
         let (prompt_lengths, output_lengths) = setup.shapes.in_words();
@@ -166,7 +173,7 @@ impl Plan {
                 None => bail!("{name}: no request was answered in time: measure longer (--duration)"),
             }
         }
-        let file = format!("tp{tp}-{}.json", name.replace([' ', '/'], "-"));
+        let file = format!("{}-{}.json", layout.stem(), name.replace([' ', '/'], "-"));
         let path = self.out.join(&file);
         let report = Report { setup, tally, spread: None, faults: None, server_side: Some(server_side) };
         fs::write(&path, format!("{:#}\n", report.to_json()))
@@ -178,7 +185,8 @@ impl Plan {
     async fn predict(&self, sweep: &mut Sweep, stop: &CancellationToken) -> anyhow::Result<()> {
         let streams: Vec<u32> =
             sweep.loads.iter().filter_map(|load| load.streams).filter(|streams| *streams <= MOST_STREAMS).collect();
-        let benched: Vec<u32> = sweep.sizes.iter().filter(|size| size.traffic.is_some()).map(|size| size.tp).collect();
+        let benched: Vec<u32> =
+            sweep.sizes.iter().filter(|size| size.traffic.is_some()).map(|size| size.layout.tp).collect();
         let is_fitted = FITTED.iter().all(|tp| benched.contains(tp));
         let is_lacking = sweep.sizes.iter().any(|size| size.measured.is_empty());
         let can_be_tested = is_fitted && !streams.is_empty();

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display};
 
-use crate::sweep::figures::{Device, How, Row, Size, Sweep};
+use crate::sweep::figures::{Choice, Device, How, Row, Size, Sweep};
 
 const SIZE_WIDTH: usize = 6;
 const WIDTH: usize = 12;
@@ -10,7 +10,7 @@ const WIDTH: usize = 12;
 /// Heads of the columns of a load's table; `socket` is what one worker computes on.
 pub fn heads(socket: &str) -> [String; 10] {
     [
-        "TP".into(),
+        "layout".into(),
         "tokens/s".into(),
         "speed-up".into(),
         "efficiency".into(),
@@ -27,7 +27,7 @@ pub fn heads(socket: &str) -> [String; 10] {
 pub fn cells(row: &Row) -> [String; 10] {
     let some = |value: Option<String>| value.unwrap_or_else(|| "-".into());
     [
-        row.tp.to_string(),
+        row.layout.in_short(),
         format!("{:.1}", row.tokens_per_s),
         some(row.speed_up.map(|ratio| format!("{ratio:.2}"))),
         some(row.efficiency.map(|share| format!("{:.0} %", 100.0 * share))),
@@ -43,11 +43,26 @@ pub fn cells(row: &Row) -> [String; 10] {
     ]
 }
 
+/// Heads of the table of choices.
+pub const CHOICE_HEADS: [&str; 4] = ["load", "sockets", "most tokens a second", "shortest time between tokens"];
+
+/// A choice under [`CHOICE_HEADS`].
+pub fn choice_cells(sweep: &Sweep, choice: &Choice) -> [String; 4] {
+    let Choice { load, most, fastest } = choice;
+    let told = |row: &Row, figure: String| format!("{}: {figure}, {}", row.layout.in_short(), row.how.in_words());
+    [
+        sweep.loads[*load].name.clone(),
+        most.layout.sockets().to_string(),
+        told(most, format!("{:.1} / s", most.tokens_per_s)),
+        fastest.tpot_ms.map_or_else(|| "-".into(), |ms| told(fastest, format!("{ms:.3} ms"))),
+    ]
+}
+
 /// What the columns mean, for below the tables.
 pub fn legend(device: Device) -> String {
     let socket = device.socket();
     format!(
-        "TP: workers that share the model. Efficiency: speed-up over as many times the smallest size. /s a {socket}, a \
+        "Layout: replicas x workers that share the model. Efficiency: speed-up over as many times the smallest size. /s a {socket}, a \
          user: tokens a second of each {socket}, and of each stream behind its first token. ms a token: time per output \
          token behind the first, mean. First: time to the first token, p50 and p99. Read limit: bytes of weights, K and \
          V of a step over the time of a token, as a share of what the bench read at best. Model off: tokens a second by \
@@ -57,11 +72,11 @@ pub fn legend(device: Device) -> String {
 
 /// One line on a size that has just been measured, or was not.
 pub fn line(sweep: &Sweep, size: &Size) -> String {
-    let (tp, measured, loads) = (size.tp, size.measured.len(), sweep.loads.len());
+    let (layout, measured, loads) = (size.layout, size.measured.len(), sweep.loads.len());
     match &size.not_measured {
-        Some(why) if measured == 0 => format!("TP {tp} is not measured: {why}"),
-        Some(why) => format!("TP {tp} is measured under {measured} of {loads} loads: {why}"),
-        None => format!("TP {tp} is measured"),
+        Some(why) if measured == 0 => format!("{layout} is not measured: {why}"),
+        Some(why) => format!("{layout} is measured under {measured} of {loads} loads: {why}"),
+        None => format!("{layout} is measured"),
     }
 }
 
@@ -89,6 +104,14 @@ impl Display for Sweep {
             line_of(f, &heads(self.device.socket()), "")?;
             for row in &rows {
                 line_of(f, &cells(row), row.how.in_words())?;
+            }
+        }
+        let choices = self.choices();
+        if !choices.is_empty() {
+            writeln!(f, "\nWhich layout for which load")?;
+            let cells = choices.iter().map(|choice| choice_cells(self, choice));
+            for [load, sockets, most, fastest] in [CHOICE_HEADS.map(str::to_owned)].into_iter().chain(cells) {
+                writeln!(f, "{load:>14}{sockets:>9}   {most:<44}{fastest}")?;
             }
         }
         writeln!(f, "\n{}", legend(self.device))?;

@@ -20,8 +20,8 @@ pub struct AccessArgs {
     #[arg(long, value_name = "KEY", env = "LOOPLANE_API_KEY", hide_env_values = true)]
     pub api_key: Option<PlainKey>,
 
-    /// File of API keys, with a line `ID SHA256 [concurrent=N] [tokens_per_minute=N]` for each; `looplane key` makes
-    /// one. It is read again when it changes
+    /// File of API keys, with a line `ID SHA256 [concurrent=N] [tokens_per_minute=N] [admin]` for each; `looplane key`
+    /// makes one. It is read again when it changes
     #[arg(long, value_name = "FILE", env = "LOOPLANE_API_KEY_FILE")]
     pub api_key_file: Option<PathBuf>,
 

@@ -2,9 +2,11 @@
 //!
 //! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an
 //! [`EngineHandle`]; `group` owns the other end, or `router`, which stands in front of several groups. Neither knows the
-//! front end. `sequence` is what goes in and comes out, `life` the times in between, `work` what a replica has to do.
+//! front end. `sequence` is what goes in and comes out, `life` the times in between, `work` what a replica has to do,
+//! `restart` how it gets new workers.
 
 mod life;
+mod restart;
 mod sequence;
 mod work;
 
@@ -19,6 +21,7 @@ pub use crate::sched::{
     TokenBounds, leaves_room,
 };
 pub use life::{Life, Times, Unwanted};
+pub use restart::{Restart, RestartError, UnderWay};
 pub use sequence::{
     Command, Moved, Returned, SequenceEvent, SequenceSender, SequenceStream, Submission, ping, sequence,
 };
@@ -38,7 +41,7 @@ pub enum EngineState {
     Loading(String),
     /// Requests are computed.
     Ready,
-    /// A worker was lost and the group is coming back; requests wait, none is lost.
+    /// A worker was lost, or all are being replaced, and the group is coming back; requests wait, none is lost.
     Recovering(String),
     /// No new requests; those running end.
     Draining,

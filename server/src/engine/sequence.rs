@@ -10,6 +10,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 use super::life::{Life, Times, Unwanted};
+use super::restart::Restart;
 use super::work::Work;
 use crate::drafts::DraftStep;
 use crate::sched::{FinishReason, GeneratedToken, Handed, SequenceRequest, Standing, SubmitError};
@@ -54,6 +55,8 @@ pub enum Command {
     HandOver(mpsc::UnboundedSender<Returned>),
     /// Sequences that another replica handed over.
     Adopt(Vec<Moved>),
+    /// A replica is to get new workers.
+    Restart(Restart),
     /// Whether the task that does all this still takes its turns; answered in its turn.
     Ping(oneshot::Sender<()>),
 }

@@ -32,7 +32,7 @@ use served::{Listed, Served};
 
 use crate::{
     drafts::DraftReport,
-    engine::{EngineHandle, EngineState, ModelInfo, Standing, leaves_room},
+    engine::{EngineHandle, EngineState, ModelInfo, Replica, Standing, leaves_room},
     keys::{Key, KeyLimitError, Running},
     metrics::FrontMetrics,
     request::{FieldError, RequestError, ValidRequest},
@@ -195,6 +195,14 @@ impl Frontend {
         match self.draining.is_cancelled() {
             true => EngineState::Draining,
             false => self.engine.state(),
+        }
+    }
+
+    /// The state of a replica. All are shut down together, and the front end is the first to know.
+    pub fn state_of(&self, replica: &Replica) -> EngineState {
+        match self.draining.is_cancelled() {
+            true => EngineState::Draining,
+            false => replica.state.borrow().clone(),
         }
     }
 

@@ -88,6 +88,11 @@ impl Delivery {
         self.scheduler.is_idle()
     }
 
+    /// As [`Scheduler::is_at_rest`].
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.scheduler.is_at_rest()
+    }
+
     /// The group owes a report.
     pub(super) fn is_outstanding(&self) -> bool {
         self.scheduler.is_outstanding()
@@ -122,6 +127,7 @@ impl Delivery {
             Command::Adopt(moved) => moved.into_iter().for_each(|moved| self.adopt(moved)),
             // Whoever asked may have gone.
             Command::Ping(reply) => drop(reply.send(())),
+            Command::Restart(_) => debug_assert!(false, "workers are the supervisor's"),
         }
     }
 
@@ -168,7 +174,7 @@ impl Delivery {
         streams
     }
 
-    /// Without a group, hands what can be computed elsewhere to who stands in front of the replicas.
+    /// Hands what this group does not compute and another can to who stands in front of the replicas.
     fn hand_over(&mut self, to: &mpsc::UnboundedSender<Returned>) {
         let mut moved = Vec::new();
         for (number, sequence) in self.scheduler.hand_over() {
@@ -236,6 +242,22 @@ impl Delivery {
             self.common.quarantine(fingerprint);
         }
         blame
+    }
+
+    /// The group is to end soon: it finishes what it has begun, and begins nothing more.
+    pub(super) fn group_ending(&mut self) {
+        self.scheduler.group_ending();
+    }
+
+    /// The group goes on after all.
+    pub(super) fn group_stays(&mut self) {
+        self.scheduler.group_stays();
+    }
+
+    /// The group is ended: what ran waits again, and nobody is to blame.
+    pub(super) fn group_ended(&mut self) {
+        self.scheduler.group_ended();
+        self.metrics.set_load(self.scheduler.load());
     }
 
     /// The plan to send now, if there is one.

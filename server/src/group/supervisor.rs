@@ -1,5 +1,5 @@
 //! Owns everything that lives as long as the replica, and runs one group after another until shutdown. `feed` is what
-//! it does while a group is up.
+//! it does while a group is up, `replace` how one is ended on request.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -22,8 +22,10 @@ use super::step_times::StepTimes;
 use super::workers::{Alive, Workers};
 use crate::engine::{Command, EngineState, ModelInfo};
 use crate::sched::Blame;
+use replace::Replacement;
 
 mod feed;
+mod replace;
 #[cfg(test)]
 mod tests;
 
@@ -44,6 +46,8 @@ pub(super) struct Channels {
 enum End {
     /// Shutdown: everything has ended, or the time for it is up.
     Stopped,
+    /// On request: the next is started at once.
+    Replaced,
     /// It may be started again.
     Lost { reason: String, loss: Loss },
     /// It cannot be served.
@@ -61,12 +65,14 @@ pub(super) struct Supervisor {
     times: StepTimes,
     /// What the policy counts time from.
     born: Instant,
-    /// Why the last group was lost, in front of what is being done about it.
+    /// Why the last group is gone, in front of what is being done about it.
     lost: Option<String>,
     /// When the last group was lost; none while one takes plans.
     lost_at: Option<Instant>,
     /// Set by the request to shut down: when sequences that still run are given up.
     drain_until: Option<Instant>,
+    /// Set by the request for new workers, until they are up.
+    replacement: Option<Replacement>,
 }
 
 impl Supervisor {
@@ -90,6 +96,7 @@ impl Supervisor {
             lost: None,
             lost_at: None,
             drain_until: None,
+            replacement: None,
         }
     }
 
@@ -98,6 +105,7 @@ impl Supervisor {
         loop {
             let (reason, loss) = match self.group().await {
                 End::Stopped => break,
+                End::Replaced => continue,
                 End::Refused(reason) => {
                     self.give_up(reason).await;
                     break;
@@ -167,7 +175,12 @@ impl Supervisor {
         let up_since = Instant::now();
         let plans = self.delivery.metrics().plans.get();
         let Err(fault) = self.feed(&mut link, &mut workers).await else {
-            self.drain(link, workers).await;
+            if self.replacement.is_some() {
+                self.end_replaced(link, workers).await;
+                return End::Replaced;
+            }
+            self.delivery.fail_all("the server is shutting down");
+            self.end(link, workers).await;
             return End::Stopped;
         };
         // First of all, so that what the front end says meanwhile meets a scheduler without a group.
@@ -224,7 +237,8 @@ impl Supervisor {
             }
             changed
         });
-        self.show(EngineState::Ready);
+        self.replacement = None;
+        self.show_up();
         Ok(())
     }
 
@@ -266,11 +280,20 @@ impl Supervisor {
     fn commands(&mut self, first: Option<Command>) {
         let more = std::iter::from_fn(|| self.channels.commands.try_recv().ok());
         // What is taken out of the channel is done: nothing more is taken once the burst is full.
-        first.into_iter().chain(more).take(BURST).for_each(|command| self.delivery.command(command));
+        let commands: Vec<_> = first.into_iter().chain(more).take(BURST).collect();
+        for command in commands {
+            match command {
+                Command::Restart(restart) => self.replace(restart),
+                command => self.delivery.command(command),
+            }
+        }
     }
 
     fn begin_drain(&mut self) {
         self.delivery.close("shutting down".into());
+        // What waits may yet be computed.
+        self.delivery.group_stays();
+        self.replacement = None;
         self.drain_until = Some(Instant::now() + self.config.timeouts.drain);
         let count = self.delivery.sequences();
         if count > 0 {
@@ -280,8 +303,7 @@ impl Supervisor {
     }
 
     /// Ends the plans, and with them the workers.
-    async fn drain(&mut self, mut link: Link, workers: Workers) {
-        self.delivery.fail_all("the server is shutting down");
+    async fn end(&mut self, mut link: Link, workers: Workers) {
         link.plans.clear();
         // The streams are read to their end, so that no worker waits for the server.
         let rest = async { while link.events.recv().await.is_some() {} };
@@ -295,6 +317,7 @@ impl Supervisor {
     async fn give_up(&mut self, reason: String) {
         // Whoever watches the state says so to the user.
         tracing::debug!("given up: {reason}");
+        self.replacement = None;
         self.delivery.fail_all(&reason);
         self.delivery.close(format!("unable to serve the model: {reason}"));
         self.show(EngineState::Failed(reason));

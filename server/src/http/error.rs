@@ -8,7 +8,7 @@ use axum::{
 use serde_json::{Value, json};
 
 use crate::{
-    engine::SubmitError,
+    engine::{RestartError, SubmitError},
     frontend::GenerateError,
     request::{FieldError, RequestError},
     upload::UploadError,
@@ -109,6 +109,19 @@ impl From<RequestError> for ApiError {
             }
         };
         Self { param: Some(error.param().to_owned()), ..ApiError::new(status, error.code(), error.to_string()) }
+    }
+}
+
+impl From<RestartError> for ApiError {
+    fn from(error: RestartError) -> Self {
+        let (status, code) = match error {
+            RestartError::NoSuchReplica { .. } => (StatusCode::NOT_FOUND, "replica_not_found"),
+            RestartError::UnderWay { .. } => (StatusCode::CONFLICT, "restart_under_way"),
+            RestartError::NotReady { .. } => (StatusCode::CONFLICT, "replica_not_ready"),
+            RestartError::LastReady { .. } => (StatusCode::CONFLICT, "last_ready_replica"),
+            RestartError::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "shutting_down"),
+        };
+        Self::new(status, code, error.to_string())
     }
 }
 

@@ -63,11 +63,9 @@ impl Collector for Facts {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         tell(&mut encoder, names::BUILD, [("version", env!("CARGO_PKG_VERSION"))])?;
         let mut states = names::STATE.begin(&mut encoder)?;
-        let is_draining = self.0.state() == EngineState::Draining;
         for (number, replica) in self.0.engine.replicas().iter().enumerate() {
             let number = number.to_string();
-            // All are shut down together, and the front end is the first to know.
-            let now = if is_draining { "draining" } else { word(&replica.state.borrow()) };
+            let now = word(&self.0.state_of(replica));
             for state in ["ready", "loading", "recovering", "draining", "failed"] {
                 let labels = [("engine", number.as_str()), ("state", state)];
                 ConstGauge::new(u64::from(state == now)).encode(states.encode_family(&labels)?)?;

@@ -32,6 +32,7 @@ mod openapi;
 mod parse;
 mod quota;
 mod render;
+mod replicas;
 mod responses;
 mod tokens;
 mod tools;
@@ -114,19 +115,22 @@ pub struct App {
     pub registry: Arc<Registry>,
     /// What `/server_info` says of the options.
     pub settings: Settings,
+    /// The server listens where only this machine reaches it.
+    pub is_local: bool,
 }
 
 impl App {
-    /// For clients that reach the server at `base_url`.
+    /// For clients that reach the server at `base_url`, an address of this machine alone if `is_local`.
     pub fn new(
         frontend: Arc<Frontend>,
         base_url: Arc<str>,
+        is_local: bool,
         access: Access,
         responses: ResponseStore,
         settings: Settings,
     ) -> Self {
         let registry = Arc::new(metrics::registry(&frontend, access.keys.as_ref()));
-        Self { frontend, base_url, access, responses: Arc::new(responses), registry, settings }
+        Self { frontend, base_url, access, responses: Arc::new(responses), registry, settings, is_local }
     }
 }
 
@@ -152,6 +156,8 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/openapi.json", get(async || Json(openapi::document()))),
         ("/server_info", get(info::server_info)),
         ("/load", get(info::load)),
+        ("/replicas", get(replicas::list)),
+        ("/replicas/{id}/restart", post(replicas::restart)),
         ("/ping", get(ready).post(ready)),
         ("/health", get(ready)),
         ("/health/live", get(live)),
@@ -235,7 +241,8 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
          Tokens: POST /tokenize, POST /detokenize\n\
          Without generating: POST /v1/chat/completions/render, POST /v1/completions/render, POST /apply-template\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping)\n\
-         About the server: GET /version, GET /server_info, GET /load, GET /openapi.json\n\
+         About the server: GET /version, GET /server_info, GET /load, GET /replicas, GET /openapi.json\n\
+         For its operator: POST /replicas/{{id}}/restart\n\
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
          A browser gets a page to chat with the model.\n\n{}\n",

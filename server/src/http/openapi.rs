@@ -13,7 +13,7 @@ use super::{
         Fields,
         asked::{self, Kind},
     },
-    messages, parse, responses, tokens,
+    messages, parse, replicas, responses, tokens,
 };
 
 mod answers;
@@ -22,7 +22,7 @@ mod answers;
 type Body = (BTreeMap<String, Kind>, &'static [&'static str]);
 
 /// The routes by method, with what they do. Those that only refuse are not among them.
-const ROUTES: [(&str, &str, &str); 26] = [
+const ROUTES: [(&str, &str, &str); 28] = [
     ("get", "/", "A page to chat with the model, or a text about the server"),
     ("post", "/v1/chat/completions", "The answer to a chat"),
     ("post", "/v1/completions", "What follows a text"),
@@ -42,6 +42,8 @@ const ROUTES: [(&str, &str, &str); 26] = [
     ("get", "/version", "The server's version"),
     ("get", "/server_info", "What the server is, and its settings"),
     ("get", "/load", "Requests that are being served"),
+    ("get", "/replicas", "How each replica is"),
+    ("post", "/replicas/{id}/restart", "Restarts a replica's workers while the others serve; for keys with admin"),
     ("get", "/openapi.json", "This document"),
     ("get", "/ping", "Whether requests are computed"),
     ("post", "/ping", "Whether requests are computed"),
@@ -76,6 +78,7 @@ fn body(path: &str) -> Option<Body> {
         "/apply-template" => {
             Some((behind_the_model(chat, |mut fields| messages::conversation(&mut fields)), &["messages"]))
         }
+        "/replicas/{id}/restart" => Some((fields(json!({}), replicas::read_restart), &[])),
         "/v1/messages/count_tokens" => Some((behind_the_model(chat, anthropic::request::counted), &["messages"])),
         _ => None,
     }

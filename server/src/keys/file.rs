@@ -1,4 +1,4 @@
-//! The file of keys: a line for each, `ID SHA256 [LIMIT=N]...`, and `#` before a comment.
+//! The file of keys: a line for each, `ID SHA256 [LIMIT=N]... [admin]`, and `#` before a comment.
 
 use std::{collections::HashSet, fs, path::Path};
 
@@ -16,7 +16,7 @@ const PREFIX: &str = "sk-looplane-";
 const MAX_ID_BYTES: usize = 64;
 
 const LIMITS: &str =
-    "concurrent=N, requests_per_minute=N, tokens_per_minute=N, tokens_per_day=N, weight=N and priority=N";
+    "concurrent=N, requests_per_minute=N, tokens_per_minute=N, tokens_per_day=N, weight=N, priority=N and admin";
 
 /// A line.
 #[derive(Debug, PartialEq, Eq)]
@@ -75,6 +75,10 @@ fn parse_line(line: &str) -> Result<Entry, String> {
     let hash = parse_hash(hex).ok_or("after the id stands the SHA-256 of the key, 64 hexadecimal digits")?;
     let mut limits = KeyLimits::default();
     for word in words {
+        if word == "admin" {
+            limits.admin = true;
+            continue;
+        }
         let (limit, number) = word.split_once('=').unwrap_or((word, ""));
         let (limit, most) = match limit {
             "priority" => {
@@ -123,6 +127,7 @@ mod tests {
             tokens_per_day: Some(1_000_000),
             weight: Some(3),
             priority: Some(-2),
+            admin: true,
         };
         let (key, line) = new_key("alice@example.org", limits).unwrap();
         assert!(key.starts_with(PREFIX) && key.len() == PREFIX.len() + 64 && !line.contains(&key));

@@ -84,7 +84,7 @@ impl Keys {
 
     fn new(mut entries: Vec<Entry>, option: Option<Hash>, before: Option<&Self>) -> Self {
         // Who starts the server may ask for everything.
-        let limits = KeyLimits { priority: Some(*PRIORITIES.start()), ..KeyLimits::default() };
+        let limits = KeyLimits { priority: Some(*PRIORITIES.start()), admin: true, ..KeyLimits::default() };
         entries.extend(option.map(|hash| Entry { id: OPTION_ID.into(), hash, limits }));
         let is_alone = entries.len() == 1;
         let usage = |id: &str| {
@@ -123,6 +123,11 @@ impl Key {
     /// Its share where keys want more than there is.
     pub fn weight(&self) -> u32 {
         self.limits.weight.unwrap_or(1)
+    }
+
+    /// Whether it may change how the server runs.
+    pub fn is_admin(&self) -> bool {
+        self.limits.admin
     }
 
     /// The first priority that its requests may ask for.

@@ -32,6 +32,8 @@ pub struct KeyLimits {
     pub weight: Option<u32>,
     /// The first priority that its requests may ask for; 0.
     pub priority: Option<i32>,
+    /// It may change how the server runs: restart replicas.
+    pub admin: bool,
 }
 
 /// As they stand in a line of the file, each after a space.
@@ -49,6 +51,9 @@ impl fmt::Display for KeyLimits {
             if let Some(number) = number {
                 write!(formatter, " {name}={number}")?;
             }
+        }
+        if self.admin {
+            formatter.write_str(" admin")?;
         }
         Ok(())
     }

@@ -134,7 +134,8 @@ pub async fn run(
     stop: StopSignal,
 ) -> Result<(), ServeError> {
     let address = listener.local_addr()?;
-    if options.access.keys.is_none() && !address.ip().is_loopback() {
+    let is_local = address.ip().is_loopback();
+    if options.access.keys.is_none() && !is_local {
         tracing::warn!(
             "whoever can reach {address} may use this server: ask for keys (--api-key-file, --api-key), or listen on \
              127.0.0.1 only (--host)"
@@ -161,7 +162,7 @@ pub async fn run(
     if let Some(tls) = &tls {
         followers.spawn(tls.clone().follow());
     }
-    let app = App::new(frontend.clone(), base_url, access, ResponseStore::new(response_store), settings);
+    let app = App::new(frontend.clone(), base_url, is_local, access, ResponseStore::new(response_store), settings);
     let (open, all_closed) = mpsc::channel(1);
     let connections = Connections {
         router: http::router(app, grpc),

@@ -43,6 +43,8 @@ pub const PRIORITY: Whole = *engine::PRIORITIES.start() as i64..=*engine::PRIORI
 pub const TOP_K: Whole = -1..=u32::MAX as i64;
 /// Of `truncate_prompt_tokens`, of which the context bounds the most; -1: as many as it has.
 pub const TRUNCATED: Whole = -1..=u32::MAX as i64;
+/// Of `limit_seconds` of a restart: a day at most.
+pub const RESTART_LIMIT_SECONDS: Whole = 0..=86_400;
 /// Of `temperature`.
 pub const TEMPERATURE: Numbers = numbers(0.0, 2.0);
 /// Of `top_p`.
@@ -73,7 +75,11 @@ pub(super) fn number(field: &str, value: f64, range: &Numbers) -> Result<f32, Re
     }
 }
 
-pub(super) fn integer(field: &str, value: i64, range: &Whole) -> Result<i64, RequestError> {
+/// A whole number in its range.
+///
+/// # Errors
+/// It is not in it.
+pub fn integer(field: &str, value: i64, range: &Whole) -> Result<i64, RequestError> {
     if range.contains(&value) {
         Ok(value)
     } else {

@@ -20,10 +20,11 @@ use futures::FutureExt;
 use futures::future::join_all;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
 
 use crate::engine::{
-    Command, EngineHandle, EngineState, ModelInfo, Moved, Returned, SequenceRequest, SequenceStream, Submission,
-    SubmitError, Work, ping,
+    Command, EngineHandle, EngineState, ModelInfo, Moved, Restart, RestartError, Returned, SequenceRequest,
+    SequenceStream, Submission, SubmitError, Work, ping,
 };
 use crate::group::{self, GroupConfig, GroupError, GroupTask, Launcher};
 use choice::{Offer, Readiness, rows_to_come};
@@ -89,6 +90,7 @@ fn join(handles: &[EngineHandle]) -> (EngineHandle, Router) {
         replicas,
         prefixes: Prefixes::default(),
         turn: 0,
+        restarting: None,
         commands,
         returned,
         returned_sender,
@@ -147,6 +149,8 @@ struct Router {
     prefixes: Prefixes,
     /// Whose turn it is among equals.
     turn: usize,
+    /// The replica that gets new workers, and what is cancelled when it has them.
+    restarting: Option<(usize, CancellationToken)>,
     commands: mpsc::UnboundedReceiver<Command>,
     returned: mpsc::UnboundedReceiver<Returned>,
     returned_sender: mpsc::UnboundedSender<Returned>,
@@ -168,8 +172,9 @@ impl Router {
                 command = self.commands.recv() => match command {
                     Some(Command::Submit(submission)) => self.submit(submission),
                     Some(Command::Ping(reply)) => self.ping(reply),
+                    Some(Command::Restart(restart)) => self.restart(restart),
                     // Streams cancel where they are computed, and replicas adopt from here.
-                    Some(_) => debug_assert!(false, "the front end submits and pings, and nothing else"),
+                    Some(_) => debug_assert!(false, "the front end submits, pings and restarts, and nothing else"),
                     None => return,
                 },
             }
@@ -186,7 +191,7 @@ impl Router {
                 self.prefixes.forget(index);
             }
             replica.was_ready = is_ready;
-            // Only one that has lost its group does: the others go on by themselves.
+            // Only one whose group is lost, or about to end, does: the others go on by themselves.
             if is_any_ready && !is_ready && *state != EngineState::Draining && replica.work() > 0 {
                 // One that is gone has nothing left.
                 let _ = replica.commands.send(Command::HandOver(self.returned_sender.clone()));
@@ -199,6 +204,33 @@ impl Router {
             *known = model;
             changed
         });
+    }
+
+    /// Has a replica replace its workers, unless another does, or nobody is left to serve meanwhile.
+    fn restart(&mut self, restart: Restart) {
+        let replica = restart.replica;
+        let is_other_ready = (0..self.replicas.len()).any(|other| other != replica && self.is_ready(other));
+        let refused = match self.restarting() {
+            Some(replica) => RestartError::UnderWay { replica },
+            None if !is_other_ready && !restart.even_if_last => RestartError::LastReady { replica },
+            None => {
+                self.restarting = Some((replica, restart.under_way.over()));
+                // Who is the last is known here. One that is gone drops the reply: who asked learns of it.
+                let restart = Restart { even_if_last: true, ..restart };
+                return drop(self.replicas[replica].commands.send(Command::Restart(restart)));
+            }
+        };
+        // Whoever asked may have gone.
+        let _ = restart.reply.send(Err(refused));
+    }
+
+    /// The replica that is being restarted. What it was sent before its state told of it, it hands over.
+    fn restarting(&self) -> Option<usize> {
+        self.restarting.as_ref().filter(|(_, over)| !over.is_cancelled()).map(|(replica, _)| *replica)
+    }
+
+    fn is_ready(&self, replica: usize) -> bool {
+        *self.replicas[replica].state.borrow() == EngineState::Ready
     }
 
     /// Answers once every replica has; never, if one has ended.
@@ -296,10 +328,8 @@ impl Router {
             SubmitError::QueueFull { .. } | SubmitError::TooLarge { .. } | SubmitError::Unavailable(_) => false,
             SubmitError::NeverFits { .. } | SubmitError::Quarantined { .. } => true,
         };
-        let is_left = |(index, replica): (usize, &Member)| {
-            submission.tried >> index & 1 == 0 && *replica.state.borrow() == EngineState::Ready
-        };
-        if is_final || !self.replicas.iter().enumerate().any(is_left) {
+        let is_left = |replica: usize| submission.tried >> replica & 1 == 0 && self.is_ready(replica);
+        if is_final || !(0..self.replicas.len()).any(is_left) {
             // Nobody waits for it any more.
             return drop(submission.reply.send(Err(error)));
         }
@@ -323,7 +353,7 @@ impl Router {
             }
         }
         for (replica, moved) in by_replica.into_iter().enumerate().filter(|(_, moved)| !moved.is_empty()) {
-            tracing::info!("{} of {count} sequences of a lost replica go on in replica {replica}", moved.len());
+            tracing::info!("{} of {count} sequences of another replica go on in replica {replica}", moved.len());
             // One that is gone drops the senders: the readers learn of it.
             let _ = self.replicas[replica].commands.send(Command::Adopt(moved));
         }

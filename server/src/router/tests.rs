@@ -1,5 +1,7 @@
 //! Replicas of scripted workers behind one handle: who computes what, and what is left of a replica that is lost.
 
+mod restart;
+
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Sequences that another scheduler goes on with: their group is gone, and the other's is there.
+//! Sequences that another scheduler goes on with: their group is gone or about to end, and the other's is there.
 //!
 //! What is handed over is what a loss leaves in any case: the request and the tokens that came back. By the contract of
 //! same bits the other group continues with the token that would have come here.
@@ -37,14 +37,15 @@ impl Handed {
 
 impl Scheduler {
     /// Lets all sequences go that another group may compute, with their numbers, the first to be served first; none
-    /// while there is a group of its own. Suspects stay: who may have lost this group is not to lose another.
+    /// while there is a group of its own, and of one that is about to end those that it does not begin. Suspects stay:
+    /// who may have lost this group is not to lose another.
     pub fn hand_over(&mut self) -> Vec<(u64, Handed)> {
-        if self.group_up {
+        if self.group_up && !self.is_ending {
             return Vec::new();
         }
         let stays = |id: &u64| self.trials.is_suspect(*id) || self.trials.self_test == Some(*id);
         let fresh = self.shares.in_order();
-        let admitted = self.queue.iter().filter(|turn| !turn.is_fresh()).map(|turn| turn.id);
+        let admitted = self.queue.iter().filter(|turn| !self.group_up && !turn.is_fresh()).map(|turn| turn.id);
         let order: Vec<u64> = admitted.chain(fresh).filter(|id| !stays(id)).collect();
         let handed = order.into_iter().map(|id| (id, self.let_go(id))).collect();
         self.debug_check();

@@ -13,6 +13,7 @@
 
 mod build;
 mod check;
+mod ending;
 mod events;
 #[cfg(test)]
 pub(crate) mod fake_worker;
@@ -77,6 +78,8 @@ pub struct Scheduler {
     trials: Trials,
     /// A group takes plans.
     group_up: bool,
+    /// It finishes what it has begun, and begins nothing more.
+    is_ending: bool,
     /// The number that the next sequence gets.
     next_sequence: u64,
     /// Bound on the rows of any step of the group.
@@ -145,6 +148,7 @@ impl Scheduler {
             pipeline: Pipeline::new(1),
             trials: Trials::default(),
             group_up: false,
+            is_ending: false,
             next_sequence: 1,
             max_batch_tokens: 0,
             step_rows: StepRows::default(),
@@ -358,6 +362,7 @@ impl Scheduler {
     /// Nothing runs any more: what ran waits again.
     fn forget_group(&mut self) {
         self.group_up = false;
+        self.is_ending = false;
         self.pipeline = Pipeline::new(1);
         self.releases.clear();
         self.slots.iter_mut().for_each(|slot| *slot = None);

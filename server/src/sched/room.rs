@@ -74,9 +74,8 @@ impl Scheduler {
     pub(super) fn admissible(&self) -> Option<Turn> {
         if self.trials.is_on() {
             // Nor is a step under way that may still compute one that was cancelled.
-            let alone = self.running.is_empty() && self.leaving.is_empty() && !self.is_outstanding();
-            let next = self.trials.next().filter(|_| alone);
-            return next.map(|id| self.sequences[&id].turn(id));
+            let next = self.trials.next().filter(|_| self.is_at_rest());
+            return next.map(|id| self.sequences[&id].turn(id)).filter(|turn| self.may_begin(turn));
         }
         if self.free_slots.is_empty() {
             return None;
@@ -87,14 +86,15 @@ impl Scheduler {
             needed <= pages.available() || needed - self.shared_pages(*turn, pages) <= pages.available()
         };
         let first = self.first_waiting().filter(|turn| !self.is_overtaking(turn));
-        self.most_cached(pages).into_iter().chain(first).find(has_room)
+        self.most_cached(pages).into_iter().chain(first).filter(|turn| self.may_begin(turn)).find(has_room)
     }
 
     /// Sequences whose readers are behind are in slots, and one whose reader keeps up could enter once such have left.
     pub(super) fn has_to_make_way(&self) -> bool {
         // Most of the time there is nobody.
         let is_behind = self.last_running().is_some_and(|turn| turn.behind);
-        let first = self.first_waiting().filter(|turn| !turn.behind && !self.is_overtaking(turn));
+        let may_enter = |turn: &Turn| !turn.behind && !self.is_overtaking(turn) && self.may_begin(turn);
+        let first = self.first_waiting().filter(may_enter);
         let (true, Some(first), Some(pages)) = (is_behind, first, &self.pages) else { return false };
         if self.trials.is_on() || self.admissible().is_some() {
             return false;

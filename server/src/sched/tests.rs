@@ -10,7 +10,7 @@ mod rules;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use looplane_proto::worker::v1::{Finish, Outcome, Plan};
+use looplane_proto::worker::v1::{Admit, Finish, Outcome, Plan};
 
 use super::fake_worker::{FakeWorker, Shape, expected, mix, request};
 use super::{Action, Blame, Event, FinishReason, Limits, Scheduler, SequenceRequest, Standing, StepRows, StepSize};
@@ -27,6 +27,8 @@ struct Scene {
     arrivals: u64,
     cancels: u64,
     losses: u64,
+    /// The same: how many begin to end the group on purpose, and of those after them how many end it before it rests.
+    endings: [u64; 2],
     /// The same: how many change the bounds on rows of steps with prompts.
     bounds: u64,
     /// The same, of the sequences that arrive: how many begin as an earlier one does, its answer perhaps included.
@@ -69,6 +71,7 @@ impl Scene {
             arrivals: 50 + rng.below(500),
             cancels: 0,
             losses: 0,
+            endings: [0, 0],
             bounds: 0,
             alike: rng.below(1000),
             is_reshaped: false,
@@ -322,6 +325,25 @@ impl Run {
     }
 
     fn lose_group(&mut self) {
+        self.forget_group();
+        let mut actions = Vec::new();
+        assert_eq!(self.scheduler.group_lost(&mut actions), Blame::Nobody);
+        assert!(actions.is_empty(), "{actions:?}");
+    }
+
+    /// Ends the group on purpose, at last when it has finished what it began.
+    fn end_group(&mut self) {
+        let [begin, cut_off] = self.scene.endings;
+        if self.rng.chance(begin) {
+            self.scheduler.group_ending();
+        }
+        if self.scheduler.is_ending && (self.scheduler.is_at_rest() || self.rng.chance(cut_off)) {
+            self.forget_group();
+            self.scheduler.group_ended();
+        }
+    }
+
+    fn forget_group(&mut self) {
         self.up = false;
         self.plans.clear();
         self.outcomes.clear();
@@ -330,9 +352,6 @@ impl Run {
             self.scene.reshape(&mut self.rng);
         }
         self.worker = FakeWorker::new(self.scene.shape.clone());
-        let mut actions = Vec::new();
-        assert_eq!(self.scheduler.group_lost(&mut actions), Blame::Nobody);
-        assert!(actions.is_empty(), "{actions:?}");
     }
 
     fn send_plans(&mut self) {
@@ -343,6 +362,8 @@ impl Run {
             self.check_rows(&plan);
             self.check_order(&plan);
             self.note_entries(&plan);
+            let began = |admit: &Admit| self.admitted.contains(&admit.sequence);
+            assert!(!self.scheduler.is_ending || plan.admit.iter().all(began), "a group that is to end begins nothing");
             self.admitted.extend(plan.admit.iter().map(|admit| admit.sequence));
             self.plans.push_back(plan);
             // Those under way: unstarted ones, and the one that runs.
@@ -366,6 +387,9 @@ impl Run {
         }
         if self.rng.chance(self.scene.bounds) {
             self.bound_rows();
+        }
+        if self.up && self.scene.endings[0] > 0 {
+            self.end_group();
         }
         if self.up && self.rng.chance(self.scene.losses) {
             self.lose_group();
@@ -476,9 +500,20 @@ fn a_lost_group_loses_no_token() {
 }
 
 #[test]
+fn a_group_that_is_ended_on_purpose_loses_no_token() {
+    let runs = runs("ending", 300, |scene, rng| {
+        scene.endings = [1 + rng.below(30), rng.below(2) * rng.below(200)];
+        scene.losses = rng.below(5);
+        scene.cancels = rng.below(20);
+    });
+    assert!(runs.iter().any(|run| run.admitted.len() > run.seen.len()) || runs.len() == 1);
+}
+
+#[test]
 fn everything_at_once() {
     runs("all", 300, |scene, rng| {
         scene.losses = rng.below(15);
+        scene.endings = [rng.below(15), rng.below(50)];
         scene.cancels = rng.below(60);
         scene.shape.kv_pages = (scene.max_prompt + scene.max_output).div_ceil(scene.shape.page_positions.into()) as u32;
     });

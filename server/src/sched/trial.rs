@@ -52,6 +52,11 @@ impl Trials {
         self.on_trial = Some(sequence);
     }
 
+    /// The group is gone before anything was found out.
+    pub(super) fn interrupt(&mut self) {
+        self.on_trial = None;
+    }
+
     /// The sequence has ended, or is cleared.
     pub(super) fn end(&mut self, sequence: u64) {
         self.suspects.remove(&sequence);
@@ -92,12 +97,16 @@ impl Scheduler {
                 Blame::Nobody
             }
         };
-        if let Some(id) = self.trials.self_test {
-            // It was yet to begin.
-            self.remove(id);
-        }
+        self.end_self_test();
         self.debug_check();
         blame
+    }
+
+    /// The next group begins one of its own.
+    pub(super) fn end_self_test(&mut self) {
+        if let Some(id) = self.trials.self_test {
+            self.remove(id);
+        }
     }
 
     fn convict(&mut self, id: u64, actions: &mut Vec<Action>) -> Blame {

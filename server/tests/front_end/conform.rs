@@ -46,9 +46,9 @@ pub fn check(method: &str, path: &str, response: &Response) {
 fn operation(method: &str, path: &str) -> Option<&'static Value> {
     let exact = DOCUMENT["paths"].get(path);
     let named = || {
-        let (of, _) = path.strip_suffix("/cancel").unwrap_or(path).rsplit_once('/')?;
-        let cancel = if path.ends_with("/cancel") { "/cancel" } else { "" };
-        DOCUMENT["paths"].get(format!("{of}/{{id}}{cancel}"))
+        let action = ["/cancel", "/restart"].into_iter().find(|action| path.ends_with(action)).unwrap_or("");
+        let (of, _) = path.strip_suffix(action).unwrap_or(path).rsplit_once('/')?;
+        DOCUMENT["paths"].get(format!("{of}/{{id}}{action}"))
     };
     exact.or_else(named)?.get(method.to_ascii_lowercase())
 }

@@ -76,7 +76,8 @@ pub fn answer(text: &str) -> Vec<SequenceEvent> {
 }
 
 impl Script {
-    async fn command(&mut self) -> Command {
+    /// What the engine is asked next.
+    pub async fn command(&mut self) -> Command {
         timeout(SOON, self.commands.recv()).await.expect("a command arrives").expect("the script holds a sender")
     }
 

@@ -15,6 +15,7 @@ mod lifecycle;
 mod log;
 mod metrics;
 mod refusals;
+mod replicas;
 mod responses;
 mod routes;
 #[path = "../common/scrape.rs"]
@@ -69,8 +70,17 @@ impl Server {
     }
 
     async fn start_with(options: ServeOptions, text: Arc<Text>) -> (Self, Script) {
+        Self::start_whole("127.0.0.1:0", options, text).await
+    }
+
+    /// Listens at an address of the test's own.
+    async fn start_at(address: &str, options: ServeOptions) -> (Self, Script) {
+        Self::start_whole(address, options, text()).await
+    }
+
+    async fn start_whole(address: &str, options: ServeOptions, text: Arc<Text>) -> (Self, Script) {
         let (handle, script) = engine::script();
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let listener = TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = StopSignal::default();
         let task = tokio::spawn(listener::run(listener, handle, text, options, stop.clone()));

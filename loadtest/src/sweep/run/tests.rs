@@ -77,7 +77,7 @@ fn predicted() -> Sweep {
 #[test]
 fn ratios_are_over_the_smallest_size_that_was_measured() {
     let rows = on_gpus().rows(0);
-    assert_eq!(rows.iter().map(|row| row.tp).collect::<Vec<_>>(), [1, 2, 4]);
+    assert_eq!(rows.iter().map(|row| row.layout.tp).collect::<Vec<_>>(), [1, 2, 4]);
     assert_eq!(rows.iter().map(|row| row.speed_up.expect("a base")).collect::<Vec<_>>(), [1.0, 520.0 / 290.0, 3.0]);
     assert_eq!(rows[2].efficiency, Some(0.75));
     assert_eq!((rows[2].tokens_per_s_a_socket, rows[2].tokens_per_s_a_user), (217.5, Some(1e3 / 1.09)));
@@ -132,9 +132,9 @@ fn predictions_are_fitted_on_one_and_two_and_tested_on_four() {
 async fn a_missing_prediction_is_noted_only_where_a_size_was_not_measured() {
     let (plan, mut sweep) = plan(&parse("--tp 4 --device cpu")).expect("valid");
     let plan = Plan { device: Device::Cuda, ..plan };
-    sweep.sizes = on_gpus().sizes.into_iter().filter(|size| size.tp == 4).collect();
+    sweep.sizes = on_gpus().sizes.into_iter().filter(|size| size.layout.tp == 4).collect();
     plan.predict(&mut sweep, &CancellationToken::new()).await.expect("nothing to predict");
-    sweep.sizes.extend(on_gpus().sizes.into_iter().filter(|size| size.tp == 8));
+    sweep.sizes.extend(on_gpus().sizes.into_iter().filter(|size| size.layout.tp == 8));
     let why = plan.predict(&mut sweep, &CancellationToken::new()).await.expect_err("8 is not measured").to_string();
     assert!(why.contains("measured sizes 1 and 2"), "{why}");
 }
@@ -144,7 +144,8 @@ async fn loaded(mock: Mock, folder: &Path, line: &str) -> (Level, Sweep) {
     let mock = mock.serve().await;
     let args = SweepArgs { out: folder.into(), ..parse(&format!("{line} --device cpu --prompt-tokens 6")) };
     let (plan, mut sweep) = plan(&args).expect("valid");
-    let level = plan.put_load(&mock.base, 2, 0, &plan.loads[0], &mut sweep, &CancellationToken::new()).await;
+    let level =
+        plan.put_load(&mock.base, Layout::group(2), 0, &plan.loads[0], &mut sweep, &CancellationToken::new()).await;
     (level.expect("it answers"), sweep)
 }
 
@@ -170,18 +171,76 @@ async fn a_load_keeps_what_the_server_says_of_itself_and_notes_of_its_beginning(
     assert_eq!(Level::new(0, &report, "x.json".into()).worker_losses, Some(2.0));
 }
 
+/// Replicas of one GPU and of two, of which 2x1 was measured.
+fn with_replicas() -> Sweep {
+    let mut sweep = on_gpus();
+    let layout = |replicas: u32, tp: u32, levels: Vec<serde_json::Value>| -> Size {
+        let mut size = size(tp, levels);
+        (size["replicas"], size["traffic"]) = (json!(replicas), json!(null));
+        serde_json::from_value(size).expect("a size")
+    };
+    sweep.sizes.push(layout(2, 1, vec![level(0, 280.0, 3.4), level(1, 4000.0, 3.5)]));
+    sweep.sizes.push(layout(4, 2, vec![]));
+    sweep.sizes.push(layout(8, 1, vec![]));
+    sweep.sizes.sort_by_key(|size| (size.layout.sockets(), size.layout.replicas));
+    predict(&mut sweep, &scaling());
+    predict_replicas(&mut sweep);
+    sweep
+}
+
+#[test]
+fn replicas_are_calculated_from_one_under_its_share_of_the_streams() {
+    let sweep = with_replicas();
+    let row = |load: usize, layout: &str| sweep.rows(load).into_iter().find(|row| row.layout.in_short() == layout);
+    // 8 streams on 8 replicas are one on each.
+    let (one, eight) = (row(0, "1x1").expect("measured"), row(1, "8x1").expect("calculated"));
+    assert_eq!((eight.how, eight.tokens_per_s, eight.tpot_ms), (How::Predicted, 8.0 * one.tokens_per_s, one.tpot_ms));
+    assert_eq!(eight.read_share, one.read_share);
+    // Four streams on each of two: no load of this sweep, but measured; two on each of four: neither.
+    let two = row(1, "2x1").expect("measured");
+    assert_eq!((two.how, two.tokens_per_s_a_socket, two.model_error), (How::Measured, 2000.0, None));
+    assert!(row(1, "4x2").is_none());
+    // 32 on four: eight on each.
+    assert_eq!(row(2, "4x2").expect("calculated").tokens_per_s, 4.0 * row(1, "1x2").expect("measured").tokens_per_s);
+    let notes = sweep.notes.join("\n");
+    assert!(notes.contains("4 x TP 2, 1 stream; 4 x TP 2, 8 streams; 8 x TP 1, 1 stream"), "{notes}");
+    assert!(!notes.contains("2 x TP 1, 8 streams"), "{notes}");
+    let mut on_cpus = Sweep { device: Device::Cpu, ..with_replicas() };
+    on_cpus.sizes.iter_mut().for_each(|size| size.predicted.clear());
+    predict_replicas(&mut on_cpus);
+    assert!(on_cpus.sizes.iter().all(|size| size.predicted.is_empty()));
+}
+
+#[test]
+fn layouts_of_as_many_sockets_are_compared_and_none_with_itself() {
+    let sweep = with_replicas();
+    let choices: Vec<_> = sweep.choices().iter().map(|choice| table::choice_cells(&sweep, choice)).collect();
+    let of = |load: &str, sockets: &str| choices.iter().find(|cells| cells[0] == load && cells[1] == sockets);
+    let [_, _, most, fastest] = of("8 streams", "2").expect("1x2 and 2x1");
+    assert_eq!(most, "2x1: 4000.0 / s, measured");
+    assert!(fastest.starts_with("1x2: ") && fastest.ends_with(" ms, measured"), "{fastest}");
+    assert!(of("1 stream", "4").is_none() && of("8 streams", "8").is_some(), "{choices:?}");
+    assert!(on_gpus().choices().is_empty());
+    let page = page(&sweep);
+    assert!(page.contains("Which layout for which load") && page.contains("2x1: 4000.0 / s, measured"));
+    stands_alone(&page);
+    within(&elements(&page));
+    assert!(sweep.to_string().contains("Which layout for which load"));
+    assert!(!super::page(&on_gpus()).contains("Which layout"));
+}
+
 #[test]
 fn the_table_tells_measured_from_predicted() {
     let text = predicted().to_string();
-    let row = |tp: &str| -> Vec<&str> {
-        let begins = format!("{tp:>6} ");
+    let row = |layout: &str| -> Vec<&str> {
+        let begins = format!("{layout:>6} ");
         let line = text.lines().find(|line| line.starts_with(&begins)).expect("a row");
         line.split_whitespace().collect()
     };
-    assert_eq!(row("1")[..8], ["1", "290.0", "1.00", "100", "%", "290.0", "298.5", "3.350"]);
-    assert_eq!(row("1").last(), Some(&"measured"));
-    assert_eq!(row("8")[row("8").len() - 2..], ["*", "predicted"]);
-    assert!(!text.lines().any(|line| line.starts_with("    16 ")));
+    assert_eq!(row("1x1")[..8], ["1x1", "290.0", "1.00", "100", "%", "290.0", "298.5", "3.350"]);
+    assert_eq!(row("1x1").last(), Some(&"measured"));
+    assert_eq!(row("1x8")[row("1x8").len() - 2..], ["*", "predicted"]);
+    assert!(!text.lines().any(|line| line.starts_with("  1x16 ")));
     assert!(text.contains("/s a GPU") && text.contains("TP 16 is not measured: this machine has 4 GPUs"), "{text}");
     assert!(text.contains("note: the model's largest error on sizes that were measured"), "{text}");
 }
@@ -254,7 +313,7 @@ fn workers_without_a_core_of_their_own_are_no_scaling() {
 fn a_sweep_is_a_few_closed_loops_unless_told_otherwise() {
     let args = parse("--tp 2,1,2 --model /m --device cpu --max-tokens 64 -- --max-slots 4");
     let (begun, sweep) = plan(&args).expect("valid");
-    assert_eq!(ascending(&args.tp), [1, 2]);
+    assert_eq!(args.layouts(), [1, 2].map(Layout::group));
     let names: Vec<&str> = sweep.loads.iter().map(|load| load.name.as_str()).collect();
     assert_eq!(names, ["1 stream", "8 streams", "32 streams"]);
     assert_eq!(sweep.loads[1].pacing, "closed loop, 8 at a time, 30s");
@@ -283,7 +342,9 @@ fn a_sweep_is_a_few_closed_loops_unless_told_otherwise() {
 
 #[test]
 fn options_that_do_not_fit_a_sweep_are_refused() {
-    for line in ["--tp 3", "--tp x", "--concurrencies 0", "--concurrencies 1,2 --rate 5"] {
+    for line in
+        ["--layout 3x3", "--layout 1x1 --tp 2", "--tp 3", "--tp x", "--concurrencies 0", "--concurrencies 1,2 --rate 5"]
+    {
         assert!(runs::parse::<SweepArgs>(&format!("--out /tmp/x {line}")).is_err(), "{line}");
     }
     let refusal = |line: &str| plan(&parse(line)).err().expect(line).to_string();
@@ -331,7 +392,7 @@ async fn sizes_beyond_the_machines_gpus_are_predicted_from_its_own_bench() {
     let (mut plan, mut sweep) = plan(&args).expect("valid");
     plan.looplane = product.clone();
     plan.commands.as_mut().expect("a model").looplane = product;
-    plan.run(&args.tp, &mut sweep, &CancellationToken::new()).await.expect("sizes 1 and 2 are measured");
+    plan.run(&args.layouts(), &mut sweep, &CancellationToken::new()).await.expect("sizes 1 and 2 are measured");
 
     let asked = fs::read_to_string(folder.path().join("asked")).expect("it was asked");
     let asked: Vec<&str> = asked.lines().collect();
@@ -342,7 +403,7 @@ async fn sizes_beyond_the_machines_gpus_are_predicted_from_its_own_bench() {
     assert!(asked[4].starts_with(&format!("scaling {files} --model /m --batch 1 --context ")), "{asked:?}");
     let rows = sweep.rows(0);
     assert_eq!(
-        rows.iter().map(|row| (row.tp, row.how)).collect::<Vec<_>>(),
+        rows.iter().map(|row| (row.layout.tp, row.how)).collect::<Vec<_>>(),
         [(1, How::Measured), (2, How::Measured), (4, How::Predicted)],
         "{:?}",
         sweep.notes

@@ -20,7 +20,7 @@ const TURN: Duration = Duration::from_millis(500);
 const ASK: Duration = Duration::from_millis(500);
 
 impl Supervisor {
-    /// Feeds the group until shutdown (`Ok`) or until it is lost.
+    /// Feeds the group until shutdown or its replacement (`Ok`), or until it is lost.
     pub(super) async fn feed(&mut self, link: &mut Link, workers: &mut Workers) -> Result<(), Fault> {
         let config = Arc::clone(&self.config);
         let timeouts = &config.timeouts;
@@ -34,7 +34,7 @@ impl Supervisor {
             }
             last_turn = Instant::now();
             self.send_plans(link)?;
-            if self.drain_until.is_some() && self.delivery.is_idle() {
+            if self.drain_until.is_some() && self.delivery.is_idle() || self.may_be_replaced() {
                 return Ok(());
             }
             let owed = self.delivery.is_outstanding();
@@ -49,7 +49,7 @@ impl Supervisor {
             let late = reports.overdue(limit / 2);
             if is_late && late.is_none_or(|(at, _)| at > Instant::now()) {
                 is_late = false;
-                self.show(EngineState::Ready);
+                self.show_up();
             }
             let late = late.filter(|_| !is_late);
             tokio::select! {
@@ -69,6 +69,7 @@ impl Supervisor {
                 () = sleep(TURN) => {}
                 () = self.channels.stop.cancelled(), if self.drain_until.is_none() => self.begin_drain(),
                 () = until(self.drain_until) => return Ok(()),
+                () = until(self.replacement.as_ref().map(|replacement| replacement.until)) => return Ok(()),
                 () = until(overdue.map(|(at, _)| at)) => {
                     if stood_still(last_turn, TURN) {
                         continue;

@@ -29,6 +29,8 @@ pub(super) fn of(method: &str, path: &str) -> Value {
         (_, "/v1/models/{id}") => whole("Model"),
         (_, "/version") => whole("Version"),
         (_, "/load") => whole("Load"),
+        (_, "/replicas") => whole("Replicas"),
+        (_, "/replicas/{id}/restart") => whole("Replica"),
         (_, "/server_info") => whole("ServerInfo"),
         (_, "/ping" | "/health" | "/health/live" | "/health/ready") => whole("Health"),
         (_, "/") => json!({"text/plain": {"schema": text()}, "text/html": {"schema": text()}}),
@@ -203,6 +205,9 @@ pub(super) fn schemas() -> Value {
     add("Models", object(&[("object", &one_of(&["list"])), ("data", &list(&model))]));
     add("Version", object(&[("version", text)]));
     add("Load", object(&[("server_load", count)]));
+    let replica = &[("id", count), ("state", text), ("detail", text), ("running", count), ("waiting", count)];
+    let replica = &add("Replica", object(replica));
+    add("Replicas", object(&[("replicas", &list(replica))]));
     add("Health", object(&[("status", text), ("detail?", text)]));
     let state = object(&[("template", flag), ("tools", flag), ("reasoning", flag)]);
     add(

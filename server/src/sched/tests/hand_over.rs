@@ -92,6 +92,49 @@ fn suspects_stay_and_losses_are_remembered() {
 }
 
 #[test]
+fn a_group_that_is_to_end_hands_over_what_it_has_not_begun_and_nobody_is_charged() {
+    let mut from = scheduler();
+    let requests: Vec<_> = (0..5).map(|seed| request(seed, 20, 30, vec![])).collect();
+    for request in &requests {
+        from.submit(vec![request.clone()], &Standing::default()).unwrap();
+    }
+    let (mut worker, mut actions) = (FakeWorker::new(SHAPE), Vec::new());
+    run(&mut from, &mut worker, 12, &mut actions);
+    from.group_ending();
+    let handed: Vec<u64> = from.hand_over().iter().map(|(id, _)| *id).collect();
+    assert_eq!(handed, [4, 5], "three slots are taken");
+    assert!(!from.is_at_rest());
+    let late = from.submit(vec![request(9, 20, 30, vec![])], &Standing::default()).unwrap().start;
+    run(&mut from, &mut worker, 2000, &mut actions);
+    assert!(from.is_at_rest() && tokens(&actions, late).is_empty());
+    for (sequence, request) in (1..4).zip(&requests) {
+        assert_eq!(tokens(&actions, sequence), expected(request).0);
+    }
+    from.group_ended();
+    assert_eq!(from.hand_over().iter().map(|(id, _)| *id).collect::<Vec<_>>(), [late]);
+}
+
+#[test]
+fn groups_that_are_ended_under_a_sequence_make_it_no_suspect() {
+    let mut scheduler = scheduler();
+    let request = request(1, 20, 30, vec![]);
+    scheduler.submit(vec![request.clone()], &Standing::default()).unwrap();
+    let mut actions = Vec::new();
+    for _ in 0..5 {
+        run(&mut scheduler, &mut FakeWorker::new(SHAPE), 4, &mut actions);
+        scheduler.group_ending();
+        scheduler.group_ended();
+        scheduler.apply(SHAPE.ready(), &mut actions);
+    }
+    let next = scheduler.next_plan().unwrap();
+    assert_eq!(next.admit[0].sequence, 1, "no sequence of the scheduler's own goes before it");
+    let mut worker = FakeWorker::new(SHAPE);
+    worker.receive(next);
+    run(&mut scheduler, &mut worker, 2000, &mut actions);
+    assert_eq!(tokens(&actions, 1), expected(&request).0);
+}
+
+#[test]
 fn what_a_smaller_cache_cannot_hold_is_refused_by_name() {
     let (mut from, _, _) = lost();
     let mut to = Scheduler::new(Limits::default()).unwrap();

@@ -14,6 +14,7 @@ mod dialects;
 mod golden;
 mod keys;
 mod loadtest;
+mod machine_page;
 mod metrics;
 mod notify;
 mod plans;

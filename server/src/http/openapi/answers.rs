@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
+mod machine;
+
 /// What a route answers with: its media types.
 pub(super) fn of(method: &str, path: &str) -> Value {
     let whole = |name: &str| json!({"application/json": {"schema": to(name)}});
@@ -29,6 +31,8 @@ pub(super) fn of(method: &str, path: &str) -> Value {
         (_, "/v1/models/{id}") => whole("Model"),
         (_, "/version") => whole("Version"),
         (_, "/load") => whole("Load"),
+        (_, "/machine") => whole("Machine"),
+        (_, "/requests/{id}") => whole("Ended"),
         (_, "/server_info") => whole("ServerInfo"),
         (_, "/ping" | "/health" | "/health/live" | "/health/ready") => whole("Health"),
         (_, "/") => json!({"text/plain": {"schema": text()}, "text/html": {"schema": text()}}),
@@ -203,6 +207,8 @@ pub(super) fn schemas() -> Value {
     add("Models", object(&[("object", &one_of(&["list"])), ("data", &list(&model))]));
     add("Version", object(&[("version", text)]));
     add("Load", object(&[("server_load", count)]));
+    add("Ended", object(&[("requests", count)]));
+    add("Machine", machine::schema());
     add("Health", object(&[("status", text), ("detail?", text)]));
     let state = object(&[("template", flag), ("tools", flag), ("reasoning", flag)]);
     add(

@@ -108,6 +108,16 @@ async fn the_page_keeps_chats_apart_and_is_true() {
     let ends = |name: &str, end: &str| rated[name].as_str().is_some_and(|seen| seen.trim_end().ends_with(end));
     assert!(ends("slow", "101 tokens, first after 300 ms, 50 tokens/s"), "{rated}");
     assert!(ends("burst", "500 tokens, first after 0 ms"), "{rated}");
+
+    // What the model says is text, whatever it looks like; an event that cannot be read ends the answer with a reason.
+    let odd = play(
+        "type('<img src=x onerror=alert(1)>'); await settle(); asked[0].piece('<b>bold</b><script>model = 0</script>');
+         await settle(); asked[0].send('{\"choices\": [{'); await settle();
+         return { seen: seen(), made: byId('log').querySelectorAll('img, b, script').length, send: shown('send') }",
+    );
+    let seen = odd["seen"].as_str().unwrap_or_default();
+    assert!(seen.contains("<b>bold</b><script>") && seen.contains("an event that is no JSON"), "{odd}");
+    assert_eq!((&odd["made"], &odd["send"]), (&json!(0), &json!(true)));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -15,6 +15,7 @@ mod docs;
 mod golden;
 mod keys;
 mod loadtest;
+mod machine_page;
 mod metrics;
 mod notify;
 mod plans;

@@ -104,6 +104,7 @@ mod tests {
             device,
             quantization: None,
             unlooped: false,
+            measure_read_limit: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
             others: crate::decoder::Sockets::default(),

@@ -76,6 +76,7 @@ pub fn load_request(request: v1::LoadRequest) -> Result<LoadRequest, LoadError> 
         draft_corpus_tokens: request.draft_corpus_tokens as usize,
         vocabulary: request.vocabulary.map(vocabulary).transpose()?.map(Arc::new),
         others,
+        measure_read_limit: request.measure_read_limit,
     })
 }
 
@@ -110,6 +111,7 @@ pub fn loaded(loaded: &Loaded, fabric_handle: String) -> v1::LoadEvent {
         weight_bytes: loaded.weight_bytes,
         stream_bytes: loaded.stream_bytes,
         head_bytes: loaded.head_bytes,
+        read_limit: loaded.read_limit.unwrap_or(0),
         kv_bytes: loaded.kv_bytes,
         bit_domain: loaded.bit_domain.clone(),
         fabric_handle,

@@ -60,6 +60,8 @@ pub struct LoadRequest {
     pub vocabulary: Option<Arc<Vocabulary>>,
     /// The sockets of this host, GPUs or shares of the cores, that other groups of the same server run on.
     pub others: Sockets,
+    /// Measure how fast the socket reads memory, before anything is loaded.
+    pub measure_read_limit: bool,
 }
 
 impl LoadRequest {
@@ -116,6 +118,8 @@ pub struct Loaded {
     pub stream_bytes: u64,
     /// Those of them of the LM head, which only steps that sample read.
     pub head_bytes: u64,
+    /// Bytes a second that the rank's socket can read from memory, where that was measured.
+    pub read_limit: Option<u64>,
     /// KV cache of this rank.
     pub kv_bytes: u64,
     /// Names what decides the bits of a result.
@@ -146,6 +150,8 @@ pub struct Progress {
 pub enum Phase {
     /// config.json and the headers of the weights.
     ReadingConfig,
+    /// How fast memory can be read.
+    MeasuringReads,
     /// Weights come from disk and are laid out in stream order.
     PackingWeights,
     /// KV cache, buffers, exchange memory.
@@ -157,6 +163,7 @@ impl Phase {
     pub fn name(self) -> &'static str {
         match self {
             Self::ReadingConfig => "reading config",
+            Self::MeasuringReads => "measuring reads",
             Self::PackingWeights => "packing weights",
             Self::Allocating => "allocating",
         }

@@ -39,7 +39,7 @@ pub enum GenerateError {
         timeout_ms: u64,
     },
     /// Its client had it ended, by its name.
-    #[error("the request was ended by a call of Abort with its id")]
+    #[error("the request was ended by its id (Abort over gRPC, DELETE /requests/ID over HTTP)")]
     Aborted,
     /// The engine gave the sequence up.
     #[error("the request was given up: {0}")]

@@ -254,6 +254,10 @@ impl Choice {
             }
             Some(SequenceEvent::Token(token)) => {
                 self.completion_tokens += 1;
+                if let (1, Some(times)) = (self.completion_tokens, self.stream.as_ref().and_then(SequenceStream::times))
+                {
+                    self.record.computed(times);
+                }
                 self.generated.push(token.id);
                 self.record.token();
                 // The stop token that ends the sequence is the last, and not output.

@@ -24,8 +24,9 @@ pub use error::GenerateError;
 pub use generation::{Choice, ChoiceEvent, Generation};
 use generation::{Deadline, Echo};
 pub use place::Place;
-pub use record::{Record, RequestId};
+pub use record::{Progress, Record, RequestId};
 pub use reply::{Choices, Replies, ReplyChoice, ReplyEnd, ReplyEvent, Told};
+pub use served::OfKey;
 
 use pool::Pool;
 use served::{Listed, Served};
@@ -145,8 +146,8 @@ impl Frontend {
         if let (Some(key), Some(running)) = (key, &running) {
             self.leave_places(key, running)?;
         }
-        let name = (key.map(|key| key.id.clone()), record.request_id().clone());
-        Ok(Place::new(record.clone(), permit, running, Listed::new(&self.served, name, &self.closing)))
+        let listed = Listed::new(&self.served, record.clone(), &self.closing);
+        Ok(Place::new(record.clone(), permit, running, listed))
     }
 
     /// Reads the body of a request of a key, where keys are asked for. Of several keys none may hold all the memory
@@ -170,6 +171,11 @@ impl Frontend {
     /// Ends the requests of a key that have this id, and returns how many there are.
     pub fn abort(&self, key: Option<&Arc<Key>>, request_id: &str) -> usize {
         self.served.abort(&(key.map(|key| key.id.clone()), request_id.into()))
+    }
+
+    /// The requests of a key, at most so many that run, and as many that ended.
+    pub fn of_key(&self, key: Option<&Arc<Key>>, most: usize) -> OfKey {
+        self.served.of_key(key.map(|key| &key.id), most)
     }
 
     /// Requests being served, and how many can be.

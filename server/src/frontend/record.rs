@@ -59,6 +59,27 @@ pub struct Record {
     error: OnceLock<&'static str>,
 }
 
+/// How far a request is. Times count from its arrival.
+#[derive(Debug, Clone)]
+pub struct Progress {
+    /// Its name.
+    pub id: RequestId,
+    /// What it asked for.
+    pub route: &'static str,
+    /// Up to now, or its end.
+    pub total: Duration,
+    /// When it came how far, of what is known by now.
+    pub phases: Phases,
+    /// Sequences.
+    pub choices: u32,
+    /// Of its prompts.
+    pub prompt_tokens: u64,
+    /// Of its answers so far.
+    pub completion_tokens: u64,
+    /// Why it ended, if it did.
+    pub reason: Option<&'static str>,
+}
+
 /// What asked for a place.
 #[derive(Debug)]
 struct Entered {
@@ -150,20 +171,42 @@ impl Record {
         self.entered.get()?.key.as_ref()
     }
 
+    /// How far it is.
+    pub(super) fn progress(&self) -> Progress {
+        Progress {
+            id: self.request_id.clone(),
+            route: self.entered.get().map_or("", |entered| entered.route),
+            total: self.arrived.elapsed(),
+            phases: self.phases(),
+            choices: self.choices.load(Relaxed),
+            prompt_tokens: self.prompt_tokens.load(Relaxed),
+            completion_tokens: self.completion_tokens.load(Relaxed),
+            reason: None,
+        }
+    }
+
+    /// Why it is over, if it is.
+    pub(super) fn ended(&self) -> Progress {
+        Progress { reason: Some(self.reason()), ..self.progress() }
+    }
+
+    fn phases(&self) -> Phases {
+        let phases = self.sequences.lock().unwrap_or_else(PoisonError::into_inner).phases;
+        Phases { submitted: phases.submitted.or(self.accepted.get().copied()), ..phases }
+    }
+
+    /// A sequence had its first token.
+    pub(super) fn computed(&self, times: Times) {
+        let mut sequences = self.sequences.lock().unwrap_or_else(PoisonError::into_inner);
+        reach(&mut sequences.phases, self.arrived, times);
+    }
+
     /// A sequence was let go; `times` are known if it had a token, `cached_tokens` those of a prompt that count.
     pub(super) fn let_go(&self, times: Option<Times>, cached_tokens: u32, drafts: &[DraftStep]) {
         let mut sequences = self.sequences.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(times) = times {
-            let after = |at: tokio::time::Instant| at.into_std().saturating_duration_since(self.arrived);
-            let phases = &mut sequences.phases;
-            for (known, at) in [
-                (&mut phases.submitted, times.submitted),
-                (&mut phases.admitted, times.admitted),
-                (&mut phases.computed, times.computed),
-            ] {
-                *known = Some(known.unwrap_or(Duration::MAX).min(after(at)));
-            }
-            phases.ended = Some(self.arrived.elapsed());
+            reach(&mut sequences.phases, self.arrived, times);
+            sequences.phases.ended = Some(self.arrived.elapsed());
         }
         sequences.cached_tokens += u64::from(cached_tokens);
         for DraftStep { drafted, accepted } in drafts {
@@ -196,12 +239,23 @@ impl Record {
     }
 }
 
+/// Of several sequences the first counts.
+fn reach(phases: &mut Phases, arrived: Instant, times: Times) {
+    for (known, at) in [
+        (&mut phases.submitted, times.submitted),
+        (&mut phases.admitted, times.admitted),
+        (&mut phases.computed, times.computed),
+    ] {
+        let after = at.into_std().saturating_duration_since(arrived);
+        *known = Some(known.unwrap_or(Duration::MAX).min(after));
+    }
+}
+
 impl Drop for Record {
     fn drop(&mut self) {
+        let phases = self.phases();
         let Some(Entered { route, key }) = self.entered.get() else { return };
         let sequences = self.sequences.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let phases =
-            Phases { submitted: sequences.phases.submitted.or(self.accepted.get().copied()), ..sequences.phases };
         let Sequences { cached_tokens, drafted_tokens, accepted_tokens, .. } = *sequences;
         let request = trace::Request {
             id: self.request_id.as_str(),

@@ -227,6 +227,9 @@ impl Delivery {
         self.metrics.stream_bytes.set(traffic.iter().map(|rank| rank.stream_bytes).sum());
         self.metrics.page_positions.set(shape.page_positions.into());
         self.metrics.ranks.set_present(traffic.len());
+        for (rank, traffic) in self.metrics.ranks.iter().zip(traffic).filter(|(_, traffic)| traffic.limit > 0) {
+            rank.set_read_limit(traffic.limit);
+        }
         self.traffic.clone_from(traffic);
         self.apply(Event::GroupReady(shape)).expect("a new group has broken no rule");
     }

@@ -58,13 +58,15 @@ pub(super) struct Traffic {
     pub(super) kv_bytes: u64,
     /// K and V of a position.
     pub(super) position_bytes: u64,
+    /// At most, in a second; 0: not measured.
+    pub(super) limit: u64,
 }
 
 impl Traffic {
     fn of(rank: &Loaded) -> Self {
-        let Loaded { stream_bytes, head_bytes, kv_bytes, kv_pages, page_positions, .. } = *rank;
+        let Loaded { stream_bytes, head_bytes, kv_bytes, kv_pages, page_positions, read_limit: limit, .. } = *rank;
         let position_bytes = kv_bytes / (u64::from(kv_pages) * u64::from(page_positions));
-        Self { stream_bytes, head_bytes, kv_bytes, position_bytes }
+        Self { stream_bytes, head_bytes, kv_bytes, position_bytes, limit }
     }
 
     /// By a step that reads K and V of so many positions, and samples or does not.
@@ -132,7 +134,9 @@ async fn bring_up(
     let clients = sockets.iter().enumerate().map(|(rank, socket)| connect(rank, socket, &config.timeouts));
     let mut clients = try_join_all(clients).await?;
     remove_socket_dir(sockets);
-    let loads = clients.iter_mut().enumerate().map(|(rank, client)| load(rank, client, config, progress));
+    // A group that comes back is waited for, and shares the machine with others that compute.
+    let measure = !timing.is_zero();
+    let loads = clients.iter_mut().enumerate().map(|(rank, client)| load(rank, client, config, measure, progress));
     let loaded = try_join_all(loads).await?;
     let facts = agree(&loaded)?;
     progress("joining the ranks".into());
@@ -183,6 +187,7 @@ async fn load(
     rank: usize,
     client: &mut WorkerClient<Channel>,
     config: &GroupConfig,
+    measure_read_limit: bool,
     progress: &impl Fn(String),
 ) -> Result<Loaded, StartError> {
     let limits = &config.limits;
@@ -204,6 +209,7 @@ async fn load(
         quantization: config.quantization.into(),
         socket: config.replica * config.tensor_parallel + rank as u32,
         sockets: config.replicas * config.tensor_parallel,
+        measure_read_limit,
     };
     let limit = config.timeouts.load;
     let timed_out = |_| StartError::fault(format!("rank {rank} said nothing for {limit:?} while loading"));
@@ -308,6 +314,13 @@ fn log_loaded(config: &GroupConfig, loaded: &[Loaded], facts: &GroupFacts, took:
         most_mb(|rank| rank.kv_bytes),
         model.bit_domain,
     );
+    if loaded.iter().all(|rank| rank.read_limit > 0) {
+        let gb_s = |rank: &Loaded| format!("{:.1}", rank.read_limit as f64 / 1e9);
+        tracing::info!(
+            "GB/s that memory is read at, by rank: {}",
+            loaded.iter().map(gb_s).collect::<Vec<_>>().join(", ")
+        );
+    }
     let notes: Vec<&[String]> = loaded.iter().map(|rank| rank.notes.as_slice()).collect();
     note_lines(&notes).iter().for_each(|line| tracing::info!("{line}"));
 }

@@ -7,8 +7,8 @@ use axum::{
     extract::{FromRequestParts, MatchedPath, Path, Request, State},
     http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, request::Parts},
     middleware::{Next, from_fn_with_state},
-    response::{Html, IntoResponse, Response},
-    routing::{MethodRouter, get, post},
+    response::{IntoResponse, Response},
+    routing::{MethodRouter, delete, get, post},
 };
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
@@ -25,10 +25,12 @@ mod events;
 mod fields;
 mod info;
 mod json;
+mod machine;
 mod message;
 mod messages;
 mod metrics;
 mod openapi;
+mod page;
 mod parse;
 mod quota;
 mod render;
@@ -59,12 +61,6 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest name that is taken from a client.
 const MAX_REQUEST_ID_BYTES: usize = 128;
 
-/// The page at `/`: one file, no other resources.
-const CHAT_PAGE: &str = include_str!("chat.html");
-/// Nothing but the page itself, talking to this server.
-const CHAT_PAGE_POLICY: &str = "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; \
-                                script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; \
-                                frame-ancestors 'none'";
 /// Where it is asked whether the server lives and serves.
 const HEALTH: [&str; 4] = ["/health/live", "/health/ready", "/health", "/ping"];
 
@@ -158,6 +154,8 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/load", get(info::load)),
         ("/replicas", get(replicas::list)),
         ("/replicas/{id}/restart", post(replicas::restart)),
+        ("/machine", get(machine::machine)),
+        ("/requests/{*id}", delete(machine::abort)),
         ("/ping", get(ready).post(ready)),
         ("/health", get(ready)),
         ("/health/live", get(live)),
@@ -222,15 +220,10 @@ pub fn example(base_url: &str, model_id: &str, can_chat: bool, with_key: bool) -
     format!("curl {base_url}{path}{key} -H 'content-type: application/json' -d '{body}'")
 }
 
-/// Browsers get a page to chat with the model, all others a text that says what is here.
+/// Browsers get a page, all others a text that says what is here.
 async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
     if wants_page(&headers) {
-        let headers = [
-            (header::CONTENT_SECURITY_POLICY, CHAT_PAGE_POLICY),
-            (header::X_FRAME_OPTIONS, "DENY"),
-            (header::REFERRER_POLICY, "no-referrer"),
-        ];
-        return (headers, Html(CHAT_PAGE)).into_response();
+        return page::page();
     }
     let state = in_words(&app.frontend.engine.state());
     let model_id = &app.frontend.model_id;
@@ -241,11 +234,12 @@ async fn welcome(State(app): State<App>, headers: HeaderMap) -> Response {
          Tokens: POST /tokenize, POST /detokenize\n\
          Without generating: POST /v1/chat/completions/render, POST /v1/completions/render, POST /apply-template\n\
          Health: GET /health/live, GET /health/ready (also /health and /ping)\n\
-         About the server: GET /version, GET /server_info, GET /load, GET /replicas, GET /openapi.json\n\
+         About the server: GET /version, GET /server_info, GET /load, GET /machine, GET /replicas, GET /openapi.json\n\
          For its operator: POST /replicas/{{id}}/restart\n\
+         Requests by their x-request-id: DELETE /requests/ID\n\
          For Prometheus: GET /metrics\n\
          gRPC on the same port: looplane.inference.v1, with health and reflection\n\
-         A browser gets a page to chat with the model.\n\n{}\n",
+         A browser gets a page to chat with the model and to watch the machine.\n\n{}\n",
         example(&app.base_url, model_id, can_chat(&app), app.access.keys.is_some())
     )
     .into_response()

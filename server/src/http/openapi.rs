@@ -22,8 +22,8 @@ mod answers;
 type Body = (BTreeMap<String, Kind>, &'static [&'static str]);
 
 /// The routes by method, with what they do. Those that only refuse are not among them.
-const ROUTES: [(&str, &str, &str); 28] = [
-    ("get", "/", "A page to chat with the model, or a text about the server"),
+const ROUTES: [(&str, &str, &str); 30] = [
+    ("get", "/", "A page to chat with the model and to watch the machine, or a text about the server"),
     ("post", "/v1/chat/completions", "The answer to a chat"),
     ("post", "/v1/completions", "What follows a text"),
     ("post", "/v1/chat/completions/render", "What a chat would be computed as"),
@@ -44,6 +44,8 @@ const ROUTES: [(&str, &str, &str); 28] = [
     ("get", "/load", "Requests that are being served"),
     ("get", "/replicas", "How each replica is"),
     ("post", "/replicas/{id}/restart", "Restarts a replica's workers while the others serve; for keys with admin"),
+    ("get", "/machine", "What the server does now, and requests of the caller's key"),
+    ("delete", "/requests/{id}", "Ends the requests of the caller's key that have this x-request-id"),
     ("get", "/openapi.json", "This document"),
     ("get", "/ping", "Whether requests are computed"),
     ("post", "/ping", "Whether requests are computed"),

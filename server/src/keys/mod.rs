@@ -120,6 +120,12 @@ impl Keys {
 }
 
 impl Key {
+    /// Of a test.
+    #[cfg(test)]
+    pub(crate) fn unlimited(id: &str) -> Self {
+        Self { id: id.into(), owner: None, limits: KeyLimits::default(), usage: Arc::default() }
+    }
+
     /// Its share where keys want more than there is.
     pub fn weight(&self) -> u32 {
         self.limits.weight.unwrap_or(1)

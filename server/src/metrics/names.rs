@@ -114,6 +114,7 @@ names! {
     RANK_STEP: counter "looplane_rank_step_seconds", "Time of a rank in steps";
     RANK_WAIT: counter "looplane_rank_wait_seconds", "Of that, waiting for other ranks; a GPU does not tell";
     RANK_READ: counter "looplane_rank_read_bytes", "Bytes that steps of a rank had to read at least";
+    RANK_READ_LIMIT: gauge "looplane_rank_read_limit_bytes_per_second", "Bytes a second that a rank's socket can read";
     LOSSES: counter "looplane_worker_losses", "Groups of workers lost, also where none was started again";
     RECOVERY: times "looplane_worker_recovery", "From the loss of a group until the next takes work";
 }

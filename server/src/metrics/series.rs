@@ -124,6 +124,11 @@ const FAMILIES: &[(&Name, Write)] = &[
         to.numbered("rank", waits.map(ConstCounter::new))
     }),
     (names::RANK_READ, |of, to| to.numbered("rank", of.ranks.iter().map(|rank| ConstCounter::new(rank.read_bytes())))),
+    (names::RANK_READ_LIMIT, |of, to| {
+        // All ranks measure, or none does.
+        let limits = of.ranks.iter().map_while(|rank| rank.read_limit());
+        to.numbered("rank", limits.map(ConstGauge::new))
+    }),
     (names::LOSSES, |of, to| to.one(&of.losses)),
     (names::RECOVERY, |of, to| to.one(&of.recovery)),
 ];

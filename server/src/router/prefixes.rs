@@ -1,7 +1,7 @@
 //! Which replica has computed which beginnings of prompts. A guess, by what was sent where: pages that a replica gave up
 //! since are not known here, and answers are not either. It decides nothing but where a request goes.
 
-use std::hash::{BuildHasher, Hash, Hasher};
+use std::hash::BuildHasher;
 use std::num::NonZeroUsize;
 
 use foldhash::fast::FixedState;
@@ -35,9 +35,8 @@ pub(super) fn beginnings(prompt: &[u32], cache_salt: &str) -> Vec<Beginning> {
     let mut begin = 0;
     let beginnings = ends.map(|end| {
         let tokens = end * PAGE;
-        let mut longer = hasher.build_hasher();
-        (key, &prompt[begin..tokens]).hash(&mut longer);
-        (begin, key) = (tokens, longer.finish());
+        key = hasher.hash_one((key, &prompt[begin..tokens]));
+        begin = tokens;
         Beginning { key, tokens }
     });
     beginnings.collect()

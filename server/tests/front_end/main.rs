@@ -13,6 +13,7 @@ mod http2;
 mod keys;
 mod lifecycle;
 mod log;
+mod machine;
 mod metrics;
 mod refusals;
 mod replicas;

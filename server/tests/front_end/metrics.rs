@@ -117,6 +117,7 @@ async fn the_docs_have_every_series_and_no_other() {
     script.metrics.drafts(DraftStep { drafted: 2, accepted: 1 });
     script.metrics.set_load(Load { kv_pages: 8, ..Load::default() });
     script.metrics.ranks.set_present(1);
+    script.metrics.ranks.iter().for_each(|rank| rank.set_read_limit(1 << 30));
     script.metrics.ranks.step(0, Duration::from_millis(3), Some(Duration::from_millis(1)));
     let head =
         format!("GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {}\r\n\r\n", keys[0]);

@@ -123,6 +123,7 @@ impl Group {
             device: if setup.on_gpu { Device::Cuda } else { Device::Cpu },
             quantization: setup.weights.filter(|format| *format != WeightFormat::Bf16),
             unlooped: false,
+            measure_read_limit: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
             others: Sockets::default(),

@@ -146,6 +146,7 @@ impl Worked {
                 weight_bytes: 1,
                 stream_bytes: 1,
                 head_bytes: 0,
+                read_limit: None,
                 kv_bytes: 2,
                 bit_domain: "scripted".into(),
                 notes: vec!["a note".into()],

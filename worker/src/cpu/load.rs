@@ -12,6 +12,7 @@ use super::kernels::isa::Isa;
 use super::looped_decoder::{AGREEMENT_WORDS, LoopedDecoder};
 use super::memory::OutOfMemory;
 use super::phases::{Activations, Shard};
+use super::read_bandwidth;
 use super::team::{Placement, Team, TeamError};
 use super::weights::Weights;
 use crate::batch::{Batch, Drafting, Limits};
@@ -130,12 +131,20 @@ pub fn load_with(
     needs.check(plan.tensor_parallel, budget::available())?;
     let (placement, crowded, placed) =
         placement(request.socket(), request.all_sockets(), request.threads, options.unpinned);
-    let team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
+    let mut team = Team::new(request.threads, placement, crowded).map_err(|error| match error {
         TeamError::Size(_) => LoadError::Request(error.to_string()),
         TeamError::Spawn { source, .. } => LoadError::System { what: "a compute thread", source },
     })?;
 
     let mut notes = checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
+    let mut read_limit = None;
+    if request.measure_read_limit {
+        tell(Phase::MeasuringReads, 0, 0);
+        match measure_reads(&mut team, isa, request.all_sockets()) {
+            Ok(limit) => read_limit = Some(limit),
+            Err(why) => notes.push(format!("how fast memory can be read is not known: {why}")),
+        }
+    }
     notes.push(format!("{isa}, {} threads, {placed}", request.threads));
     let total = needs.weights;
     let mut told = Instant::now();
@@ -169,6 +178,7 @@ pub fn load_with(
         weight_bytes: weights.bytes(),
         stream_bytes: weights.stream_bytes(),
         head_bytes: weights.head_bytes(),
+        read_limit,
         kv_bytes: (kv.pages * kv.page_bytes()) as u64,
         bit_domain,
         notes,
@@ -232,6 +242,15 @@ impl Decoder for CpuDecoder {
     fn run(self: Box<Self>, plans: PlanSource, outcomes: OutcomeSink) -> Result<(), Fault> {
         self.decoder.run(plans, &outcomes)
     }
+}
+
+/// Bytes a second, while as many sockets measure as there are. Nothing is taken that a load might miss.
+fn measure_reads(team: &mut Team, isa: Isa, sockets: usize) -> Result<u64, String> {
+    let bytes = (read_bandwidth::limit_bytes(team.threads()) * sockets) as u64;
+    if let Some(free) = budget::available().filter(|free| *free < 2 * bytes) {
+        return Err(format!("to measure it takes {bytes} bytes, twice that were to be free, and {free} are"));
+    }
+    read_bandwidth::limit(team, isa).map_err(|error| error.to_string())
 }
 
 impl From<OutOfMemory> for LoadError {
@@ -323,6 +342,7 @@ mod tests {
             device: crate::decoder::Device::Cpu,
             quantization: None,
             unlooped: false,
+            measure_read_limit: false,
             draft_corpus_tokens: 0,
             vocabulary: None,
             others: crate::decoder::Sockets::default(),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::ahead::prefetch;
 use super::kernels::isa::Isa;
 use super::load::placement;
-use super::memory::{Buffer, OutOfMemory};
+use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::team::{Team, TeamError};
 
 /// A cache line.
@@ -20,9 +20,13 @@ type Line = [u64; 8];
 const UNIT_LINES: usize = (1 << 20) / size_of::<Line>();
 /// (Runs read side by side within a unit, bytes asked for ahead of each). Side by side as tiles of a product are.
 const PATTERNS: [(usize, usize); 6] = [(1, 0), (1, 2 << 10), (1, 8 << 10), (4, 0), (4, 2 << 10), (4, 4 << 10)];
-
-/// How often each pattern is tried, in turns.
+/// How often a benchmark tries each pattern, in turns.
 const TRIALS: usize = 3;
+/// A rank that loads reads so much a thread, over its share of any cache, and at least so much.
+const LOAD_BYTES: [usize; 2] = [32 << 20, 128 << 20];
+/// It reads that again and again for so long, and at least this often.
+const LOAD_TIME: Duration = Duration::from_millis(150);
+const LOAD_PASSES: usize = 3;
 
 /// The read limit cannot be measured.
 #[derive(Debug, thiserror::Error)]
@@ -38,9 +42,7 @@ pub enum ReadError {
 /// A buffer and the threads that read it.
 pub struct ReadBandwidth {
     team: Team,
-    isa: Isa,
-    buffer: Buffer<Line>,
-    pattern: (usize, usize),
+    reading: Reading,
 }
 
 impl ReadBandwidth {
@@ -51,18 +53,82 @@ impl ReadBandwidth {
     /// The memory or the threads are refused.
     pub fn new(threads: usize, bytes: usize, unpinned: bool) -> Result<Self, ReadError> {
         let (placement, crowded, _) = placement(0, 1, threads, unpinned);
-        let team = Team::new(threads, placement, crowded)?;
+        let mut team = Team::new(threads, placement, crowded)?;
+        let reading = led(&mut team, |team| Reading::new(team, Isa::best(), bytes, TRIALS))?;
+        Ok(Self { team, reading })
+    }
+
+    /// Bytes of a pass.
+    pub fn bytes(&self) -> usize {
+        self.reading.bytes()
+    }
+
+    /// Reads the buffer once and returns the time.
+    pub fn pass(&mut self) -> Duration {
+        let Self { team, reading } = self;
+        led(team, |team| reading.pass(team))
+    }
+}
+
+/// Bytes that [`limit`] takes for so many threads.
+pub(super) fn limit_bytes(threads: usize) -> usize {
+    let [a_thread, least] = LOAD_BYTES;
+    (a_thread * threads).max(least)
+}
+
+/// Bytes a second that a rank's threads read, by the median pass: what it shares with ranks that read at the same time
+/// it has a share of.
+///
+/// # Errors
+/// There is not so much memory as [`limit_bytes`].
+pub(super) fn limit(team: &mut Team, isa: Isa) -> Result<u64, OutOfMemory> {
+    led(team, |team| {
+        let reading = Reading::new(team, isa, limit_bytes(team.threads()), 1)?;
+        let (begun, mut passes) = (Instant::now(), Vec::new());
+        while passes.len() < LOAD_PASSES || begun.elapsed() < LOAD_TIME {
+            passes.push(reading.pass(team));
+        }
+        passes.sort_unstable();
+        Ok((reading.bytes() as f64 / passes[passes.len() / 2].as_secs_f64()) as u64)
+    })
+}
+
+/// Runs `work` on a thread of its own that leads the team: to lead is to move to the team's first core and to stay
+/// there.
+fn led<T: Send>(team: &mut Team, work: impl FnOnce(&Team) -> T + Send) -> T {
+    let lead = move || {
+        let _leading = team.lead();
+        work(team)
+    };
+    let worked = std::thread::scope(|scope| scope.spawn(lead).join());
+    worked.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// A buffer, and how it is read.
+struct Reading {
+    isa: Isa,
+    buffer: Buffer<Line>,
+    pattern: (usize, usize),
+}
+
+impl Reading {
+    /// With the pattern that is the fastest of so many trials.
+    fn new(team: &Team, isa: Isa, bytes: usize, trials: usize) -> Result<Self, OutOfMemory> {
         let units = (bytes / (UNIT_LINES * size_of::<Line>())).max(1);
         let mut buffer = Buffer::<Line>::zeroed(units * UNIT_LINES, "measuring read bandwidth")?;
-        // Pages that were never written are all one page of zeros, which would be read from the cache.
-        for (index, line) in buffer.iter_mut().enumerate() {
-            *line = [index as u64; 8];
-        }
-        let mut this = Self { team, isa: Isa::best(), buffer, pattern: PATTERNS[0] };
+        let lines = Disjoint::new(&mut buffer);
+        // Pages that were never written are all one page of zeros, which would be read from the cache. The system gives
+        // a page from the memory of the core that writes it first.
+        team.for_each(units, |unit| {
+            // SAFETY: each unit is run once, and has lines of its own.
+            let lines = unsafe { lines.part(unit * UNIT_LINES..(unit + 1) * UNIT_LINES) };
+            lines.iter_mut().zip(unit as u64..).for_each(|(line, value)| *line = [value; 8]);
+        });
+        let mut this = Self { isa, buffer, pattern: PATTERNS[0] };
         let mut best = Duration::MAX;
-        for pattern in [PATTERNS; TRIALS].into_iter().flatten() {
+        for pattern in std::iter::repeat_n(PATTERNS, trials).flatten() {
             let before = std::mem::replace(&mut this.pattern, pattern);
-            match this.pass() {
+            match this.pass(team) {
                 time if time < best => best = time,
                 _ => this.pattern = before,
             }
@@ -70,30 +136,18 @@ impl ReadBandwidth {
         Ok(this)
     }
 
-    /// Bytes of a pass.
-    pub fn bytes(&self) -> usize {
+    fn bytes(&self) -> usize {
         self.buffer.len() * size_of::<Line>()
     }
 
     /// Reads the buffer once and returns the time.
-    pub fn pass(&mut self) -> Duration {
-        let this = &mut *self;
-        // On a thread of its own: to lead is to move to the team's first core and to stay there.
-        let lead = move || {
-            let _leading = this.team.lead();
-            this.read()
-        };
-        let time = std::thread::scope(|scope| scope.spawn(lead).join());
-        time.expect("a time, because reading does not panic")
-    }
-
-    fn read(&self) -> Duration {
+    fn pass(&self, team: &Team) -> Duration {
         let begun = Instant::now();
         let (isa, buffer, pattern) = (self.isa, &*self.buffer, self.pattern);
-        self.team.for_each(buffer.len() / UNIT_LINES, |unit| {
+        team.for_each(buffer.len() / UNIT_LINES, |unit| {
             let lines = &buffer[unit * UNIT_LINES..][..UNIT_LINES];
             black_box(match isa {
-                // SAFETY: `Isa::best` found the set on this processor.
+                // SAFETY: whoever made it found the set on this processor.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512Bf16 => unsafe { read_avx512(lines, pattern) },
                 // SAFETY: as above.
@@ -181,5 +235,19 @@ mod tests {
         assert_eq!(reader.bytes(), 4 << 20);
         assert!(reader.pass() > Duration::ZERO);
         assert_eq!(cores(), before);
+    }
+
+    #[test]
+    fn a_rank_measures_beside_others_that_do() {
+        let measured = || {
+            let (placement, ..) = placement(0, 1, 1, true);
+            let mut team = Team::new(1, placement, true).unwrap();
+            limit(&mut team, Isa::best()).unwrap()
+        };
+        let together =
+            std::thread::scope(|scope| [(); 4].map(|()| scope.spawn(measured)).map(|rank| rank.join().unwrap()));
+        // From a slow virtual machine that others use, too, to more than any core reads.
+        assert!(together.iter().all(|limit| (1 << 27..1 << 40).contains(limit)), "{together:?}");
+        assert_eq!([limit_bytes(1), limit_bytes(64)], [128 << 20, 2 << 30]);
     }
 }

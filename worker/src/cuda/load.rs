@@ -22,6 +22,7 @@ use super::launches::looped_decoder::LoopedDecoder;
 use super::launches::pools::Memory;
 use super::notes::gauge::{Gauge, Gauged};
 use super::notes::phase::Phase as StepPhase;
+use super::notes::read_limit::ReadLimit;
 use super::sampler::draw::Sampler;
 use super::sampler::kernel::{self as sampler, SamplerKernel};
 use super::weights::heads::{PaddedHeads, padded};
@@ -126,6 +127,15 @@ pub fn load_with(
     let home = numa::bind(request.rank, &probe(ordinal)?.pci);
     let gpu = Gpu::open(ordinal)?;
     let compiler = Compiler::find()?;
+    let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
+    let mut read_limit = None;
+    if request.measure_read_limit {
+        tell(Phase::MeasuringReads, 0, 0);
+        match ReadLimit::of(ordinal) {
+            Ok(limit) => read_limit = Some(limit),
+            Err(why) => notes.push(format!("how fast memory can be read is not known: {why}")),
+        }
+    }
     let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, shards);
     let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
@@ -158,7 +168,6 @@ pub fn load_with(
     tracing::info!("packed {:.2} GB in {seconds:.2} s on {threads} threads", total as f64 / 1e9);
 
     tell(Phase::Allocating, 0, 0);
-    let mut notes = model.checkpoint.as_ref().map(Checkpoint::notes).unwrap_or_default();
     notes.push(weights_note(model.stored, model.config.layer_weights, layout.bytes() as u64));
     notes.push(describe(&gpu, &compiler, &layout, &kernels, matrix.as_ref()));
     if loop_mode != LoopMode::On {
@@ -185,6 +194,7 @@ pub fn load_with(
         weight_bytes: total,
         stream_bytes: layout.bytes() as u64,
         head_bytes: layout.panel(Product::LmHead).bytes() as u64,
+        read_limit,
         kv_bytes: memory.sizes.kv_pages as u64 * memory.needs.kv_page,
         bit_domain,
         notes,

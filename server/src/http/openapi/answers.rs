@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
+mod machine;
+
 /// What a route answers with: its media types.
 pub(super) fn of(method: &str, path: &str) -> Value {
     let whole = |name: &str| json!({"application/json": {"schema": to(name)}});
@@ -31,6 +33,8 @@ pub(super) fn of(method: &str, path: &str) -> Value {
         (_, "/load") => whole("Load"),
         (_, "/replicas") => whole("Replicas"),
         (_, "/replicas/{id}/restart") => whole("Replica"),
+        (_, "/machine") => whole("Machine"),
+        (_, "/requests/{id}") => whole("Ended"),
         (_, "/server_info") => whole("ServerInfo"),
         (_, "/ping" | "/health" | "/health/live" | "/health/ready") => whole("Health"),
         (_, "/") => json!({"text/plain": {"schema": text()}, "text/html": {"schema": text()}}),
@@ -208,6 +212,8 @@ pub(super) fn schemas() -> Value {
     let replica = &[("id", count), ("state", text), ("detail", text), ("running", count), ("waiting", count)];
     let replica = &add("Replica", object(replica));
     add("Replicas", object(&[("replicas", &list(replica))]));
+    add("Ended", object(&[("requests", count)]));
+    add("Machine", machine::schema());
     add("Health", object(&[("status", text), ("detail?", text)]));
     let state = object(&[("template", flag), ("tools", flag), ("reasoning", flag)]);
     add(

@@ -151,6 +151,7 @@ fn load_rank(model: &Path, arrangement: &Arrangement, rank: usize, kv_pages: usi
         device: crate::decoder::Device::Cpu,
         quantization: None,
         unlooped: false,
+        measure_read_limit: false,
         draft_corpus_tokens: 0,
         vocabulary: None,
         others: Sockets::default(),

@@ -24,6 +24,10 @@ const WINDOW: u32 = 8;
 /// Blocks and threads of the plain kernel on a multiprocessor.
 const PLAIN: (u32, u32) = (4, 512);
 
+/// Bytes that a rank which loads reads, and how often.
+const LOAD_BYTES: usize = 4 << 30;
+const LOAD_PASSES: usize = 9;
+
 /// A buffer to read, and the kernels that do.
 #[derive(Debug)]
 pub struct ReadLimit {
@@ -72,6 +76,17 @@ impl ReadLimit {
         };
         reader.pass()?;
         Ok(reader)
+    }
+
+    /// Bytes a second that a GPU reads, by the median pass. Its memory is free again afterwards.
+    ///
+    /// # Errors
+    /// The GPU cannot be used, or has not so much memory.
+    pub fn of(ordinal: usize) -> Result<u64, CudaError> {
+        let reader = Self::new(ordinal, LOAD_BYTES)?;
+        let mut passes = (0..LOAD_PASSES).map(|_| reader.pass()).collect::<Result<Vec<_>, _>>()?;
+        passes.sort_unstable();
+        Ok((reader.bytes() as f64 / passes[LOAD_PASSES / 2].as_secs_f64()) as u64)
     }
 
     /// Bytes of a pass.

@@ -59,6 +59,7 @@ pub(super) fn request(model: &str) -> LoadRequest {
         device: Device::Cuda,
         quantization: None,
         unlooped: false,
+        measure_read_limit: false,
         draft_corpus_tokens: 0,
         vocabulary: None,
         others: Sockets::default(),

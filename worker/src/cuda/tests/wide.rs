@@ -120,6 +120,7 @@ pub(super) fn load_rows(
         device: Device::Cuda,
         quantization: None,
         unlooped,
+        measure_read_limit: false,
         draft_corpus_tokens: 0,
         vocabulary: None,
         others: Sockets::default(),

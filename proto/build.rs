@@ -4,7 +4,11 @@ use std::{env, fs, path::PathBuf};
 
 use prost::Message;
 
-const PROTOS: [&str; 2] = ["proto/looplane/inference/v1/inference.proto", "proto/looplane/worker/v1/worker.proto"];
+const PROTOS: [&str; 3] = [
+    "proto/looplane/inference/v1/inference.proto",
+    "proto/looplane/worker/v1/worker.proto",
+    "proto/looplane/fleet/v1/fleet.proto",
+];
 
 fn main() -> anyhow::Result<()> {
     println!("cargo::rerun-if-changed=proto");

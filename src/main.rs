@@ -1,6 +1,7 @@
 //! The one binary: reads the command line and hands it to the crate that has the command. Only this package names them
 //! all.
 
+mod host;
 mod key;
 mod log;
 mod notify;
@@ -15,7 +16,7 @@ use std::{env, ffi::OsString, path::PathBuf, process::ExitCode};
 use anyhow::Context;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, parser::ValueSource};
 use looplane_loadtest::{LoadtestArgs, LoadtestCommand, sweep::Machine};
-use looplane_server::config::{LogFormat, ServeArgs, demo_model, file_arguments, without_empty_variables};
+use looplane_server::config::{HostArgs, LogFormat, ServeArgs, demo_model, file_arguments, without_empty_variables};
 use looplane_worker::{WorkerArgs, bench::BenchArgs, scaling::ScalingArgs};
 use tokio::runtime::Runtime;
 
@@ -41,9 +42,11 @@ enum Command {
     Serve(Box<ServeArgs>),
     /// Draw an API key: the key goes to standard error, and the line for --api-key-file to standard output
     Key(KeyArgs),
-    /// One worker of a model; `serve` starts these itself
+    /// Compute for a front end on another machine, which uses this one as one more replica
+    Worker(Box<HostArgs>),
+    /// One worker of a model; `serve` and `worker` start these themselves
     #[command(hide = true)]
-    Worker(WorkerArgs),
+    Rank(WorkerArgs),
     /// Measure how fast a model decodes on this machine
     Bench(Box<BenchArgs>),
     /// Predict how a model decodes on groups of GPUs
@@ -58,8 +61,9 @@ fn main() -> ExitCode {
         Err(error) => return report(&error, EXIT_USAGE),
     };
     let log = match &cli.command {
-        Command::Worker(_) => log::start_in_worker(),
-        Command::Serve(args) => log::start(args.log),
+        Command::Rank(_) => log::start_in_worker(),
+        Command::Serve(args) => log::start(args.engine.log),
+        Command::Worker(args) => log::start(args.engine.log),
         Command::Key(_) | Command::Bench(_) | Command::Scaling(_) | Command::Loadtest(_) => log::start(LogFormat::Text),
     };
     if let Err(error) = log {
@@ -67,7 +71,8 @@ fn main() -> ExitCode {
     }
     match cli.command {
         Command::Serve(args) => run_server(*args),
-        Command::Worker(args) => {
+        Command::Worker(args) => run_host(*args),
+        Command::Rank(args) => {
             // `ps` would show "exe", after the link that the server started it by.
             if let Err(error) = rustix::thread::set_name(c"looplane") {
                 tracing::debug!("the process keeps its name: {error}");
@@ -101,11 +106,25 @@ fn parse() -> anyhow::Result<Cli> {
 }
 
 fn run_server(args: ServeArgs) -> ExitCode {
-    let format = args.log;
+    let format = args.engine.log;
     let ended = args.check(serve::group_size).map_err(|error| (error.into(), EXIT_USAGE)).and_then(|config| {
         let served = runtime().and_then(|runtime| runtime.block_on(serve::run(config, format)));
         served.map_err(|error| (error, EXIT_FAILURE))
     });
+    end(ended, format)
+}
+
+fn run_host(args: HostArgs) -> ExitCode {
+    let format = args.engine.log;
+    let ended = args.check(serve::group_size).map_err(|error| (error.into(), EXIT_USAGE)).and_then(|config| {
+        let computed = runtime().and_then(|runtime| runtime.block_on(host::run(config, format)));
+        computed.map_err(|error| (error, EXIT_FAILURE))
+    });
+    end(ended, format)
+}
+
+/// The code of what ran until it was told to end; its error in the format of the log.
+fn end(ended: Result<(), (anyhow::Error, u8)>, format: LogFormat) -> ExitCode {
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err((error, code)) if format == LogFormat::Json => {

@@ -6,7 +6,8 @@ use anyhow::Context;
 use looplane_server::{
     config::{Config, Device, LogFormat},
     engine::{EngineHandle, EngineState},
-    group::ProcessLauncher,
+    fleet::{Fleet, ListenConfig, vocabulary_digest},
+    group::{Common, GroupConfig, ProcessLauncher},
     http,
     listener::{self, StopSignal, base_url},
     router,
@@ -60,17 +61,22 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let url = base_url(listener.local_addr()?, config.serve.tls.is_some());
     let with_key = config.serve.access.keys.is_some();
     let group = &config.group;
-    tracing::info!(
-        target: BANNER,
-        "Looplane {}: loading {} into {}, {} each",
-        env!("CARGO_PKG_VERSION"),
-        group.model_dir.display(),
-        counted(group.replicas * group.tensor_parallel, "worker process", "worker processes"),
-        counted(group.threads, "compute thread", "compute threads"),
-    );
+    let (model, threads) = (group.model_dir.display(), counted(group.threads, "compute thread", "compute threads"));
+    let loads = match group.replicas * group.tensor_parallel {
+        0 => format!("serving {model} by hosts that join"),
+        ranks => {
+            format!("loading {model} into {}, {threads} each", counted(ranks, "worker process", "worker processes"))
+        }
+    };
+    tracing::info!(target: BANNER, "Looplane {}: {loads}", env!("CARGO_PKG_VERSION"));
 
     let launcher = Arc::new(ProcessLauncher::this_binary(Vec::new()));
-    let (engine, replicas) = router::spawn(config.group.clone(), |_| launcher.clone())?;
+    let common = Arc::new(Common::new(group.timeouts.quarantine));
+    let (places, fleet) = match config.join {
+        Some(join) => let_hosts_join(join, group, &common).await?,
+        None => (Vec::new(), None),
+    };
+    let (engine, replicas) = router::spawn(group.clone(), &common, places, |_| launcher.clone())?;
     let stop = StopSignal::default();
     tokio::spawn(signals.follow(config.until_stdin_closes, stop.clone()));
     tokio::spawn(restart_signal.follow(engine.clone(), config.serve.drain));
@@ -80,6 +86,9 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let example = http::example(&url, &config.serve.model_id, text.template.is_some(), with_key);
     tokio::spawn(announce(engine.clone(), config.serve.model_id.clone(), url, example));
     let served = listener::run(listener, engine, text, config.serve, stop.clone()).await;
+    if let Some(fleet) = fleet {
+        fleet.close().await;
+    }
     replicas.shutdown_unless(stop.now.cancelled()).await;
     if let (Some(told), Err(why)) = (told, &served) {
         let last_words = async {
@@ -92,6 +101,21 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     }
     anyhow::ensure!(!stop.now.is_cancelled(), "ended at once, as a second signal asked; running requests were cut off");
     Ok(served?)
+}
+
+/// Opens the door to hosts; the handles of their places, which are numbered behind the replicas of this machine.
+async fn let_hosts_join(
+    join: ListenConfig,
+    group: &GroupConfig,
+    common: &Arc<Common>,
+) -> anyhow::Result<(Vec<EngineHandle>, Option<Fleet>)> {
+    let listener = TcpListener::bind(join.address);
+    let listener = listener.await.with_context(|| format!("cannot listen on {} (--join-listen)", join.address))?;
+    let (places, address) = (counted(join.places, "host", "hosts"), listener.local_addr()?);
+    tracing::info!(target: BANNER, "Up to {places} may join at {address}");
+    let digest = vocabulary_digest(group.vocabulary.as_deref());
+    let (places, fleet) = Fleet::open(listener, join, group.replicas, common, digest);
+    Ok((places, Some(fleet)))
 }
 
 /// Shells start programs with few file descriptors, and let them take more.
@@ -114,7 +138,8 @@ fn cannot_listen(config: &Config) -> String {
     format!("cannot listen on {}:{} (--host, --port)", config.host, config.port)
 }
 
-fn counted(count: u32, one: &str, several: &str) -> String {
+/// A number of things in words.
+pub fn counted(count: u32, one: &str, several: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { several })
 }
 

@@ -16,5 +16,14 @@ pub mod worker {
     }
 }
 
-/// The compiled descriptors of both packages, for gRPC reflection.
+/// `looplane.fleet.v1`: a host that joins to a front end, over mutual TLS.
+pub mod fleet {
+    // Messages are few and short-lived: a size for all is no loss.
+    #[allow(clippy::large_enum_variant)]
+    pub mod v1 {
+        tonic::include_proto!("looplane.fleet.v1");
+    }
+}
+
+/// The compiled descriptors of all packages, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));

@@ -13,6 +13,7 @@ mod deploy;
 mod dialects;
 mod docs;
 mod golden;
+mod join;
 mod keys;
 mod loadtest;
 mod machine_page;

@@ -38,7 +38,7 @@ use decoder::{Fault, Load};
 /// Exit code of a worker that ended with a fault: the server starts the group again.
 pub const EXIT_FAULT: u8 = 70;
 
-/// Options of `looplane worker`, which the server starts; not meant to be typed.
+/// Options of `looplane rank`, which the server starts; not meant to be typed.
 #[derive(Debug, Clone, clap::Args)]
 pub struct WorkerArgs {
     /// Unix socket to listen on; must not exist.

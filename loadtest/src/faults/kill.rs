@@ -1,7 +1,7 @@
 //! Kills workers of a server on this machine, as a machine's fault would.
 //!
 //! The server is whoever listens at the target's address, and a worker is a process that was started as
-//! `looplane worker --rank R --parent PID`: both can be seen in `/proc` without the server's help.
+//! `looplane rank --rank R --parent PID`: both can be seen in `/proc` without the server's help.
 
 use std::fmt::{self, Display};
 use std::io;
@@ -209,7 +209,7 @@ pub mod tests {
     /// A process that looks like a worker of `server`; it ends with its standard input.
     pub fn stand_in(server: u32, rank: u32) -> Child {
         let mut command = Command::new("sh");
-        command.args(["-c", "read never", "worker", "--socket", "s", "--rank", &rank.to_string()]);
+        command.args(["-c", "read never", "rank", "--socket", "s", "--rank", &rank.to_string()]);
         command.args(["--parent", &server.to_string()]).stdin(Stdio::piped());
         let mut child = command.spawn().expect("a shell");
         // The system lets `spawn` go on before it has put the new program's command line in its place.

@@ -35,6 +35,9 @@ pub enum ConfigError {
     /// A certificate without a key, or the other way round.
     #[error("--tls-cert and --tls-key go together: give both, or neither")]
     HalfOfTls,
+    /// Options that are of no use alone.
+    #[error("{0}")]
+    Together(&'static str),
     /// An option has a value that cannot work.
     #[error("{option} is {value}, but must be {rule}")]
     Value {
@@ -45,4 +48,11 @@ pub enum ConfigError {
         /// What it must be.
         rule: String,
     },
+}
+
+impl ConfigError {
+    /// An option whose value cannot work, and what it must be.
+    pub(super) fn value<T>(option: &'static str, value: &dyn ToString, rule: &str) -> Result<T, Self> {
+        Err(Self::Value { option, value: value.to_string(), rule: rule.into() })
+    }
 }

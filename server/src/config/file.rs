@@ -74,7 +74,7 @@ mod tests {
         let mut all: Vec<&str> = arguments.iter().map(String::as_str).collect();
         all.extend(["--max-slots", "16"]);
         let parsed = parse(&all);
-        let bounds = (parsed.max_slots, parsed.max_batch_tokens);
+        let bounds = (parsed.engine.max_slots, parsed.engine.max_batch_tokens);
         assert_eq!((bounds, parsed.host.as_str(), parsed.port), ((Some(16), Some(64)), "0.0.0.0", 8000));
         let access = with_file("metrics-without-key = true\ncors-allow-origin = \"http://a,http://b\"").unwrap();
         let access = parse(&access.iter().map(String::as_str).collect::<Vec<_>>()).access;

@@ -1,9 +1,9 @@
 //! The seam between the front end and the scheduler: what a request becomes once it is valid, and what comes back.
 //!
 //! What a sequence is asked for is the scheduler's to say, and passed on from here. `http` and `grpc` hold an
-//! [`EngineHandle`]; `group` owns the other end, or `router`, which stands in front of several groups. Neither knows the
-//! front end. `sequence` is what goes in and comes out, `life` the times in between, `work` what a replica has to do,
-//! `restart` how it gets new workers.
+//! [`EngineHandle`]; `group` owns the other end, or `fleet`, where a host on another machine computes, or `router`, which
+//! stands in front of several of these. None knows the front end. `sequence` is what goes in and comes out, `life` the
+//! times in between, `work` what a replica has to do, `restart` how it gets new workers.
 
 mod life;
 mod restart;
@@ -17,8 +17,8 @@ use tokio::time::Instant;
 
 use crate::metrics::EngineMetrics;
 pub use crate::sched::{
-    FinishReason, GeneratedToken, Load, MAX_WEIGHT, PRIORITIES, SamplingParams, SequenceRequest, Standing, SubmitError,
-    TokenBounds, leaves_room,
+    FinishReason, GeneratedToken, Handed, Load, MAX_WEIGHT, PRIORITIES, SamplingParams, SequenceRequest, Standing,
+    SubmitError, TokenBounds, leaves_room,
 };
 pub use life::{Life, Times, Unwanted};
 pub use restart::{Restart, RestartError, UnderWay};

@@ -71,6 +71,12 @@ pub enum RestartError {
         /// Its number.
         replica: usize,
     },
+    /// Its workers are another machine's.
+    #[error("replica {replica} is computed by a host that joined: restart it there")]
+    OfAHost {
+        /// Its number.
+        replica: usize,
+    },
     /// The server ends.
     #[error("the server is shutting down")]
     ShuttingDown,
@@ -101,14 +107,17 @@ impl EngineHandle {
         answer.await.unwrap_or(Err(RestartError::ShuttingDown)).map(|()| over)
     }
 
-    /// Restarts all replicas, each once the one before is ready again.
+    /// Restarts all replicas but those of hosts that joined, each once the one before is ready again.
     ///
     /// # Errors
     /// As [`EngineHandle::restart`], of the first that is not restarted, or is not ready afterwards. Those behind it
     /// are left alone.
     pub async fn restart_all(&self, limit: Duration) -> Result<(), RestartError> {
         for replica in 0..self.replicas().len() {
-            self.restart(replica, limit, false).await?.cancelled().await;
+            match self.restart(replica, limit, false).await {
+                Err(RestartError::OfAHost { .. }) => continue,
+                begun => begun?.cancelled().await,
+            }
             if *self.replicas()[replica].state.borrow() != EngineState::Ready {
                 return Err(RestartError::NotReady { replica });
             }

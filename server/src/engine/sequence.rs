@@ -13,6 +13,7 @@ use super::life::{Life, Times, Unwanted};
 use super::restart::Restart;
 use super::work::Work;
 use crate::drafts::DraftStep;
+use crate::metrics::{Ended, EngineMetrics};
 use crate::sched::{FinishReason, GeneratedToken, Handed, SequenceRequest, Standing, SubmitError};
 
 /// What a sequence's owner receives, in order; `Finished` or `Failed` is last.
@@ -35,6 +36,20 @@ pub enum SequenceEvent {
     Finished(FinishReason),
     /// The sequence was given up; the text says why.
     Failed(String),
+}
+
+impl SequenceEvent {
+    /// Takes note of it in the life of its sequence, and counts it; how the sequence ended, if it is the end.
+    pub fn count(&self, life: &mut Life, now: Instant, metrics: &EngineMetrics) -> Option<Ended> {
+        match self {
+            SequenceEvent::Prompt { cached_tokens, .. } => life.prompt(*cached_tokens, now, metrics),
+            SequenceEvent::Drafts(_) => {}
+            SequenceEvent::Token(_) => life.token(now, metrics),
+            SequenceEvent::Finished(reason) => return Some((*reason).into()),
+            SequenceEvent::Failed(_) => return Some(Ended::Error),
+        }
+        None
+    }
 }
 
 /// What the handle sends to the engine.
@@ -101,6 +116,15 @@ impl Submission {
     ) -> Self {
         Self { requests, standing, submitted, reply, work: Vec::new(), elsewhere: None, tried: 0 }
     }
+
+    /// Hands it to who tries elsewhere, or answers, if nobody does.
+    pub fn refuse(self, error: SubmitError) {
+        // Who is gone is gone with the server, or waits for no answer any more.
+        match self.elsewhere.clone() {
+            Some(elsewhere) => drop(elsewhere.send(Returned::Refused { submission: self, error })),
+            None => drop(self.reply.send(Err(error))),
+        }
+    }
 }
 
 /// What a replica sends back to who stands in front of it.
@@ -157,6 +181,11 @@ pub fn sequence(
     (SequenceSender { events, home: stream.home.clone() }, stream)
 }
 
+/// A reader with so many tokens yet to take is behind: its sequence gives up its slot to those who wait.
+const BEHIND: usize = 32;
+/// It has caught up once it has no more than this.
+const CAUGHT_UP: usize = 8;
+
 /// The engine's end of a sequence.
 #[derive(Debug)]
 pub struct SequenceSender {
@@ -172,8 +201,18 @@ impl SequenceSender {
     }
 
     /// Events that the reader is yet to take.
-    pub fn unread(&self) -> usize {
+    fn unread(&self) -> usize {
         self.events.max_capacity() - self.events.capacity()
+    }
+
+    /// The reader is so far behind that its sequence gives way to those who wait.
+    pub fn is_behind(&self) -> bool {
+        self.unread() >= BEHIND
+    }
+
+    /// A reader that was behind has caught up.
+    pub fn has_caught_up(&self) -> bool {
+        self.unread() <= CAUGHT_UP
     }
 
     /// The sequence is computed by another from now on, as its number `sequence`. False if its reader is gone, who
@@ -248,21 +287,33 @@ impl SequenceStream {
 
     /// The next token or the end; `None` after it, or if the engine is gone.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
-        let event = loop {
-            match ready!(self.events.poll_recv(context)) {
+        loop {
+            match ready!(self.poll_event(context)) {
                 Some(SequenceEvent::Prompt { cached_tokens, times, logprobs }) => {
                     (self.cached_tokens, self.times, self.prompt_logprobs) = (cached_tokens, Some(*times), logprobs);
                 }
                 Some(SequenceEvent::Drafts(step)) => self.drafts.push(step),
-                event => break event,
+                event => return Poll::Ready(event),
             }
-        };
-        self.ended = !matches!(event, Some(SequenceEvent::Token(_)));
-        if !self.ended {
-            self.taken += 1;
-            self.all_taken.inc();
+        }
+    }
+
+    fn poll_event(&mut self, context: &mut Context<'_>) -> Poll<Option<SequenceEvent>> {
+        let event = ready!(self.events.poll_recv(context));
+        match event {
+            Some(SequenceEvent::Prompt { .. } | SequenceEvent::Drafts(_)) => {}
+            Some(SequenceEvent::Token(_)) => {
+                self.taken += 1;
+                self.all_taken.inc();
+            }
+            Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_)) | None => self.ended = true,
         }
         Poll::Ready(event)
+    }
+
+    /// For who passes a sequence on: the next event as it came, prompt and drafts too, of which this then keeps none.
+    pub async fn next_event(&mut self) -> Option<SequenceEvent> {
+        poll_fn(|context| self.poll_event(context)).await
     }
 
     /// As [`SequenceStream::poll_next`].

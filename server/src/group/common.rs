@@ -8,10 +8,10 @@ use tokio::time::Instant;
 use super::quarantine::Quarantine;
 use crate::engine::{ModelInfo, SequenceRequest, SubmitError};
 
-/// Shared by the groups of all replicas.
+/// Shared by all replicas of a front end.
 #[derive(Debug)]
-pub(super) struct Common {
-    /// Of the first group that was up.
+pub struct Common {
+    /// Of the first that was up.
     model: OnceLock<ModelInfo>,
     quarantine: Mutex<Quarantine>,
     /// What the quarantine counts time from.
@@ -20,14 +20,14 @@ pub(super) struct Common {
 
 impl Common {
     /// No group was up yet. Requests that lost one will be refused for `quarantine`.
-    pub(super) fn new(quarantine: Duration) -> Self {
+    pub fn new(quarantine: Duration) -> Self {
         Self { model: OnceLock::new(), quarantine: Mutex::new(Quarantine::new(quarantine)), born: Instant::now() }
     }
 
     /// Refuses a group that would continue streams with other bits than they began with. The bound on the context is no
     /// part of that: it follows from the pages that the group got, and the scheduler fails what does not fit.
     pub(super) fn agree(&self, now: &ModelInfo) -> Result<(), String> {
-        let known = self.model.get_or_init(|| now.clone());
+        let known = self.model_or(now);
         if known.model_digest != now.model_digest {
             return Err("the files of the model have changed since it was loaded, and running requests cannot go on \
                         with another one: start the server again to serve it"
@@ -52,8 +52,21 @@ impl Common {
         self.locked(|quarantine, now| quarantine.add(fingerprint, now));
     }
 
+    /// The model of the first that was up.
+    pub fn model(&self) -> Option<&ModelInfo> {
+        self.model.get()
+    }
+
+    /// What all replicas have to be; `now`, if it is the first.
+    pub fn model_or(&self, now: &ModelInfo) -> &ModelInfo {
+        self.model.get_or_init(|| now.clone())
+    }
+
     /// Refuses a request that lost a group not long ago.
-    pub(super) fn admit(&self, requests: &[SequenceRequest]) -> Result<(), SubmitError> {
+    ///
+    /// # Errors
+    /// For how long it is refused.
+    pub fn admit(&self, requests: &[SequenceRequest]) -> Result<(), SubmitError> {
         self.locked(|quarantine, now| {
             // Long prompts take their time to hash.
             let suspected = if quarantine.is_empty() { &[][..] } else { requests };

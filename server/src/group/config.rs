@@ -15,7 +15,7 @@ pub struct GroupConfig {
     pub model_dir: PathBuf,
     /// Ranks: 1, 2, 4, 8 or 16.
     pub tensor_parallel: u32,
-    /// Groups of so many ranks, each of which has the whole model; at least 1.
+    /// Groups of so many ranks, each of which has the whole model.
     pub replicas: u32,
     /// Which of them this is, from 0.
     pub replica: u32,
@@ -143,7 +143,7 @@ pub enum GroupError {
     #[error("tensor parallelism is {0}; it must be 1, 2, 4, 8 or 16")]
     TensorParallel(u32),
     /// The router names replicas by the bits of a word.
-    #[error("{0} replicas are more than one front end takes; at most 64")]
+    #[error("{0} replicas cannot be served by one front end: 1 to 64 can")]
     Replicas(u32),
     /// A bound of zero would stop everything.
     #[error("{0} must be at least 1")]

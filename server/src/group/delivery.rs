@@ -19,11 +19,6 @@ use crate::engine::{
 use crate::metrics::{Ended, EngineMetrics, StepRun};
 use crate::sched::{Action, Blame, Event, Scheduler, StepRows};
 
-/// A reader with so many tokens yet to take is behind: its sequence gives up its slot to those who wait.
-const BEHIND: usize = 32;
-/// It has caught up once it has no more than this.
-const CAUGHT_UP: usize = 8;
-
 /// The delivery's end of a sequence.
 #[derive(Debug)]
 struct OwnedStream {
@@ -133,11 +128,7 @@ impl Delivery {
 
     fn submit(&mut self, submission: Submission) {
         if let Err(error) = self.room_for(&submission.requests, &submission.standing) {
-            return match submission.elsewhere.clone() {
-                // Who tries elsewhere is gone with the server, and so is whoever waits for the answer.
-                Some(elsewhere) => drop(elsewhere.send(Returned::Refused { submission, error })),
-                None => drop(submission.reply.send(Err(error))),
-            };
+            return submission.refuse(error);
         }
         let Submission { requests, standing, submitted, reply, work, .. } = submission;
         let streams = self.queue(requests, &standing, submitted, work);
@@ -193,8 +184,7 @@ impl Delivery {
     fn adopt(&mut self, moved: Moved) {
         let Moved { sequence, sender, life, work } = moved;
         // One like it may have been found out meanwhile.
-        let is_admitted =
-            self.common.admit(std::slice::from_ref(sequence.request())).map_err(|error| error.to_string());
+        let is_admitted = self.common.admit(std::slice::from_ref(&sequence.request)).map_err(|error| error.to_string());
         match is_admitted.and_then(|()| self.scheduler.adopt(sequence)) {
             Ok(number) => {
                 let is_read = sender.move_to(number, self.commands.clone());
@@ -362,26 +352,14 @@ impl Delivery {
 
     fn send(&mut self, sequence: u64, event: SequenceEvent, now: Instant) {
         let Some(stream) = self.streams.get_mut(&sequence) else { return };
-        let ended = match &event {
-            SequenceEvent::Prompt { cached_tokens, .. } => {
-                stream.life.prompt(*cached_tokens, now, &self.metrics);
-                None
-            }
-            SequenceEvent::Drafts(_) => None,
-            SequenceEvent::Token(_) => {
-                stream.life.token(now, &self.metrics);
-                None
-            }
-            SequenceEvent::Finished(reason) => Some(Ended::from(*reason)),
-            SequenceEvent::Failed(_) => Some(Ended::Error),
-        };
+        let ended = event.count(&mut stream.life, now, &self.metrics);
         stream.sender.send(event);
         if let Some(how) = ended {
             self.behind.remove(&sequence);
             if let Some(stream) = self.streams.remove(&sequence) {
                 stream.life.end(how, now, &self.metrics);
             }
-        } else if stream.sender.unread() >= BEHIND && self.behind.insert(sequence) {
+        } else if stream.sender.is_behind() && self.behind.insert(sequence) {
             self.scheduler.apply(Event::Reader { sequence, behind: true }, &mut self.actions);
         }
     }
@@ -390,7 +368,7 @@ impl Delivery {
     fn notice_readers(&mut self) {
         let Self { behind, streams, scheduler, actions, .. } = self;
         behind.retain(|&sequence| {
-            let is_behind = streams.get(&sequence).is_some_and(|stream| stream.sender.unread() > CAUGHT_UP);
+            let is_behind = streams.get(&sequence).is_some_and(|stream| !stream.sender.has_caught_up());
             if !is_behind {
                 scheduler.apply(Event::Reader { sequence, behind: false }, actions);
             }

@@ -40,7 +40,7 @@ use tracing::{Instrument, Span};
 use crate::engine::{EngineHandle, EngineState};
 use crate::metrics::EngineMetrics;
 use crate::sched::Scheduler;
-use common::Common;
+pub use common::Common;
 pub use config::{GroupConfig, GroupError, Timeouts};
 use delivery::Delivery;
 pub use figures::Figures;
@@ -101,31 +101,30 @@ impl Drop for GroupTask {
 /// # Errors
 /// Names what is wrong in the configuration. A model that cannot be loaded shows as [`EngineState::Failed`].
 pub fn spawn(config: GroupConfig, launcher: Arc<dyn Launcher>) -> Result<(EngineHandle, GroupTask), GroupError> {
-    let mut replicas = spawn_replicas(GroupConfig { replicas: 1, ..config }, |_| launcher.clone())?;
+    let common = Arc::new(Common::new(config.timeouts.quarantine));
+    let mut replicas = spawn_replicas(GroupConfig { replicas: 1, ..config }, &common, |_| launcher.clone())?;
     Ok(replicas.remove(0))
 }
 
-/// As [`spawn`], all replicas of the configuration. What lost one, alone, is not computed by another, and all have to
-/// load the same model with the same bits.
+/// As [`spawn`], all replicas of the configuration, of which there may be none. What lost one, alone, is not computed by
+/// another, and all have to load the same model with the same bits: that is what they have in `common`.
 ///
 /// # Errors
 /// As [`spawn`].
 pub fn spawn_replicas(
     config: GroupConfig,
+    common: &Arc<Common>,
     launcher: impl Fn(u32) -> Arc<dyn Launcher>,
 ) -> Result<Vec<(EngineHandle, GroupTask)>, GroupError> {
     if !matches!(config.tensor_parallel, 1 | 2 | 4 | 8 | 16) {
         return Err(GroupError::TensorParallel(config.tensor_parallel));
     }
-    for (name, bound) in
-        [("threads", config.threads), ("max_failed_starts", config.max_failed_starts), ("replicas", config.replicas)]
-    {
+    for (name, bound) in [("threads", config.threads), ("max_failed_starts", config.max_failed_starts)] {
         if bound == 0 {
             return Err(GroupError::Zero(name));
         }
     }
-    let common = Arc::new(Common::new(config.timeouts.quarantine));
-    let spawn = |replica| spawn_one(GroupConfig { replica, ..config.clone() }, launcher(replica), &common);
+    let spawn = |replica| spawn_one(GroupConfig { replica, ..config.clone() }, launcher(replica), common);
     (0..config.replicas).map(spawn).collect()
 }
 

@@ -41,7 +41,7 @@ pub trait Launcher: Send + Sync + 'static {
     fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>>;
 }
 
-/// Starts `BINARY worker --socket PATH --rank N --parent PID` as a process of its own; PID is the server's.
+/// Starts `BINARY rank --socket PATH --rank N --parent PID` as a process of its own; PID is the server's.
 #[derive(Debug, Clone)]
 pub struct ProcessLauncher {
     /// The binary; the server's own, in production.
@@ -63,7 +63,7 @@ impl ProcessLauncher {
 impl Launcher for ProcessLauncher {
     fn launch(&self, rank: u32, socket: &Path, kill: CancellationToken) -> io::Result<BoxFuture<'static, WorkerExit>> {
         let mut command = Command::new(&self.binary);
-        command.arg0("looplane").arg("worker").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
+        command.arg0("looplane").arg("rank").arg("--socket").arg(socket).arg("--rank").arg(rank.to_string());
         command.arg("--parent").arg(std::process::id().to_string());
         command.envs(self.env.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

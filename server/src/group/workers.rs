@@ -129,7 +129,7 @@ mod tests {
     use super::super::process::ProcessLauncher;
     use super::*;
 
-    /// A stand-in for the binary: a shell script, which gets `worker --socket PATH --rank N` as arguments.
+    /// A stand-in for the binary: a shell script, which gets `rank --socket PATH --rank N` as arguments.
     fn script(dir: &Path, body: &str) -> ProcessLauncher {
         use std::os::unix::fs::PermissionsExt;
         let binary = dir.join("looplane");
@@ -149,7 +149,7 @@ mod tests {
         let mut workers = Workers::launch(&launcher, 1, &alive()).unwrap();
         let words = workers.next_exit().await;
         assert!(words.starts_with("rank 0 (process "), "{words}");
-        assert!(words.ends_with(") exited with code 3, after: worker --socket --rank 0 seen"), "{words}");
+        assert!(words.ends_with(") exited with code 3, after: rank --socket --rank 0 seen"), "{words}");
     }
 
     #[tokio::test]

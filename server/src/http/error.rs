@@ -119,6 +119,7 @@ impl From<RestartError> for ApiError {
             RestartError::UnderWay { .. } => (StatusCode::CONFLICT, "restart_under_way"),
             RestartError::NotReady { .. } => (StatusCode::CONFLICT, "replica_not_ready"),
             RestartError::LastReady { .. } => (StatusCode::CONFLICT, "last_ready_replica"),
+            RestartError::OfAHost { .. } => (StatusCode::CONFLICT, "replica_of_a_host"),
             RestartError::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "shutting_down"),
         };
         Self::new(status, code, error.to_string())

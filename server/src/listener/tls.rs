@@ -6,16 +6,15 @@ use std::{
     sync::Arc,
 };
 
-use rustls::{
-    ServerConfig,
-    crypto::ring,
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
-};
+use rustls::{ServerConfig, crypto::ring};
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::connection::UNSENT_BYTES;
-use crate::reload::{FileError, Reloaded};
+use crate::{
+    pem,
+    reload::{FileError, Reloaded},
+};
 
 const CERT_OPTION: &str = "--tls-cert";
 const KEY_OPTION: &str = "--tls-key";
@@ -53,13 +52,8 @@ impl Tls {
 
 fn config(cert: &Path, key: &Path) -> Result<ServerConfig, FileError> {
     let wrong_cert = |what: String| FileError::new(CERT_OPTION, cert, what);
-    let wrong_key = |what: String| FileError::new(KEY_OPTION, key, what);
-    let chain: Result<Vec<_>, _> = CertificateDer::pem_file_iter(cert).and_then(Iterator::collect);
-    let chain = chain.map_err(|error| wrong_cert(error.to_string()))?;
-    if chain.is_empty() {
-        return Err(wrong_cert("there is no certificate (PEM) in it".into()));
-    }
-    let key = PrivateKeyDer::from_pem_file(key).map_err(|error| wrong_key(error.to_string()))?;
+    let chain = pem::certificates(CERT_OPTION, cert)?;
+    let key = pem::private_key(KEY_OPTION, key)?;
     let mut config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("ring has what TLS 1.2 and 1.3 need")

@@ -26,7 +26,7 @@ use crate::engine::{
     Command, EngineHandle, EngineState, ModelInfo, Moved, Restart, RestartError, Returned, SequenceRequest,
     SequenceStream, Submission, SubmitError, Work, ping,
 };
-use crate::group::{self, GroupConfig, GroupError, GroupTask, Launcher};
+use crate::group::{self, Common, GroupConfig, GroupError, GroupTask, Launcher};
 use choice::{Offer, Readiness, rows_to_come};
 use prefixes::{Beginning, Prefixes, beginnings};
 
@@ -58,18 +58,24 @@ impl Drop for Replicas {
 }
 
 /// Starts all replicas of the configuration in the background, on the current tokio runtime; `launcher` starts the
-/// workers of each. A replica that is alone is behind its own handle: nothing stands in front of it.
+/// workers of each. Behind them come `places`, replicas on other hosts. A replica that is alone is behind its own
+/// handle: nothing stands in front of it.
 ///
 /// # Errors
 /// Names what is wrong in the configuration. A model that cannot be loaded shows as [`EngineState::Failed`].
 pub fn spawn(
     config: GroupConfig,
+    common: &Arc<Common>,
+    places: Vec<EngineHandle>,
     launcher: impl Fn(u32) -> Arc<dyn Launcher>,
 ) -> Result<(EngineHandle, Replicas), GroupError> {
-    if config.replicas > MAX_REPLICAS {
-        return Err(GroupError::Replicas(config.replicas));
+    let count = config.replicas + places.len() as u32;
+    if !(1..=MAX_REPLICAS).contains(&count) {
+        return Err(GroupError::Replicas(count));
     }
-    let (mut handles, groups): (Vec<_>, Vec<_>) = group::spawn_replicas(config, launcher)?.into_iter().unzip();
+    let spawned = group::spawn_replicas(config, common, launcher)?;
+    let (mut handles, groups): (Vec<_>, Vec<_>) = spawned.into_iter().unzip();
+    handles.extend(places);
     if handles.len() == 1 {
         return Ok((handles.remove(0), Replicas { groups, router: None }));
     }
@@ -173,8 +179,11 @@ impl Router {
                     Some(Command::Submit(submission)) => self.submit(submission),
                     Some(Command::Ping(reply)) => self.ping(reply),
                     Some(Command::Restart(restart)) => self.restart(restart),
-                    // Streams cancel where they are computed, and replicas adopt from here.
-                    Some(_) => debug_assert!(false, "the front end submits, pings and restarts, and nothing else"),
+                    // Those of another front end, where this is a host that joined it.
+                    Some(Command::Adopt(moved)) => self.moved(moved),
+                    Some(Command::Cancel { .. } | Command::HandOver(_)) => {
+                        debug_assert!(false, "streams cancel where they are computed, and nobody takes over from here");
+                    }
                     None => return,
                 },
             }
@@ -197,13 +206,14 @@ impl Router {
                 let _ = replica.commands.send(Command::HandOver(self.returned_sender.clone()));
             }
         }
-        self.state.send_if_modified(|state| status::show(state, status::of_all(states.into_iter())));
+        // Before the state: who sees that it is ready asks for the model.
         let model = status::model_of_all(self.replicas.iter().filter_map(|replica| replica.model.borrow().clone()));
         self.model.send_if_modified(|known| {
             let changed = *known != model;
             *known = model;
             changed
         });
+        self.state.send_if_modified(|state| status::show(state, status::of_all(states.into_iter())));
     }
 
     /// Has a replica replace its workers, unless another does, or nobody is left to serve meanwhile.
@@ -341,9 +351,9 @@ impl Router {
         let mut by_replica: Vec<Vec<Moved>> = self.replicas.iter().map(|_| Vec::new()).collect();
         let count = moved.len();
         for mut moved in moved {
-            let request = moved.sequence.request();
+            let request = &moved.sequence.request;
             let beginnings = beginnings(&request.prompt, &request.cache_salt);
-            let rows = rows_to_come(request, moved.sequence.generated());
+            let rows = rows_to_come(request, moved.sequence.generated.len());
             match self.choose(&beginnings, rows, 0) {
                 Some((replica, work)) => {
                     moved.work = work;
@@ -353,7 +363,7 @@ impl Router {
             }
         }
         for (replica, moved) in by_replica.into_iter().enumerate().filter(|(_, moved)| !moved.is_empty()) {
-            tracing::info!("{} of {count} sequences of another replica go on in replica {replica}", moved.len());
+            tracing::info!("{} of {count} sequences that were begun elsewhere go on in replica {replica}", moved.len());
             // One that is gone drops the senders: the readers learn of it.
             let _ = self.replicas[replica].commands.send(Command::Adopt(moved));
         }

@@ -25,7 +25,8 @@ fn start_with(
     config: GroupConfig,
     script: impl Fn(u32, u32) -> Script + Copy + Send + Sync + 'static,
 ) -> (EngineHandle, Replicas) {
-    spawn(config, |replica| FakeLauncher::new(1, move |start, _| script(replica, start))).unwrap()
+    let common = Arc::new(Common::new(config.timeouts.quarantine));
+    spawn(config, &common, Vec::new(), |replica| FakeLauncher::new(1, move |start, _| script(replica, start))).unwrap()
 }
 
 /// Until every replica is up.

@@ -8,30 +8,54 @@ use super::pages::PagePool;
 use super::request::{GeneratedToken, SequenceRequest};
 use super::sequence::{Phase, Sequence};
 use super::shares::Standing;
+use super::trial::clear;
 
 /// A sequence between two schedulers.
-#[derive(Debug)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Handed {
-    request: SequenceRequest,
-    standing: Standing,
-    generated: Vec<u32>,
-    prompt_logprobs: Vec<GeneratedToken>,
-    cached_tokens: u32,
+    /// What is asked for.
+    pub request: SequenceRequest,
+    /// Whose it is, and how urgent.
+    pub standing: Standing,
+    /// Tokens that came back before.
+    pub generated: Vec<u32>,
+    /// Of the prompt's tokens from the second on, as far as they are known and nobody has been told.
+    pub prompt_logprobs: Vec<GeneratedToken>,
+    /// Tokens of the prompt that were not computed, since cached pages held them.
+    pub cached_tokens: u32,
     /// It was in a slot once: it goes before those that never were.
-    was_admitted: bool,
-    losses: u32,
-    tokens_since_loss: u32,
+    pub was_admitted: bool,
+    /// Losses while it was computed, since it was cleared last.
+    pub losses: u32,
+    /// Tokens since the last of them.
+    pub tokens_since_loss: u32,
 }
 
 impl Handed {
-    /// What is asked for.
-    pub fn request(&self) -> &SequenceRequest {
-        &self.request
+    /// A sequence that nobody has begun.
+    pub fn new(request: SequenceRequest, standing: Standing) -> Self {
+        Self {
+            request,
+            standing,
+            generated: Vec::new(),
+            prompt_logprobs: Vec::new(),
+            cached_tokens: 0,
+            was_admitted: false,
+            losses: 0,
+            tokens_since_loss: 0,
+        }
     }
 
-    /// Tokens that came back before.
-    pub fn generated(&self) -> usize {
-        self.generated.len()
+    /// It got a token. A few of them clear it of earlier losses.
+    pub fn token(&mut self, id: u32) {
+        self.generated.push(id);
+        clear(&mut self.losses, &mut self.tokens_since_loss);
+    }
+
+    /// Who computed it is lost.
+    pub fn lost(&mut self) {
+        self.losses += 1;
+        self.tokens_since_loss = 0;
     }
 }
 

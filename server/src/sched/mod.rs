@@ -295,13 +295,13 @@ impl Scheduler {
         ] {
             let free = limit.saturating_sub(waits);
             if is_bound && brings > limit && sequences > 1 {
-                return Err(SubmitError::NeverFits { asked: brings, limit, what, option });
+                return Err(SubmitError::NeverFits { asked: brings, limit, what: what.into(), option: option.into() });
             }
             if is_bound && brings > free {
-                return Err(SubmitError::QueueFull { waiting: waits, limit, what });
+                return Err(SubmitError::QueueFull { waiting: waits, limit, what: what.into() });
             }
             if is_bound && standing.owner.is_some() && !leaves_room(own, brings, free) {
-                return Err(SubmitError::QueueFull { waiting: own, limit: most_of(free), what: of_owner });
+                return Err(SubmitError::QueueFull { waiting: own, limit: most_of(free), what: of_owner.into() });
             }
         }
         Ok(())

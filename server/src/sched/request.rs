@@ -1,6 +1,7 @@
 //! What a sequence is asked for, what it answers, and why it is not taken. The front end sees these through the
 //! engine's seam.
 
+use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
@@ -135,7 +136,7 @@ pub enum SubmitError {
         /// The bound.
         limit: u64,
         /// "sequences" or "prompt tokens"; or those of the owner, who is to leave the rest to others.
-        what: &'static str,
+        what: Cow<'static, str>,
     },
     /// 400: the KV cache as a whole is too small for this sequence.
     #[error(
@@ -156,9 +157,9 @@ pub enum SubmitError {
         /// The bound.
         limit: u64,
         /// "sequences" or "prompt tokens".
-        what: &'static str,
+        what: Cow<'static, str>,
         /// The option that sets the bound.
-        option: &'static str,
+        option: Cow<'static, str>,
     },
     /// 422: a request like this one was computed alone when the workers were lost.
     #[error(

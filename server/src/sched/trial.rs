@@ -71,15 +71,21 @@ impl Trials {
     }
 }
 
+/// A sequence with so many losses, and tokens since the last, got a token. Says whether it is cleared with it: earlier
+/// losses do not count against it any more.
+pub(super) fn clear(losses: &mut u32, tokens_since_loss: &mut u32) -> bool {
+    *tokens_since_loss += 1;
+    let is_due = *losses > 0 && *tokens_since_loss >= CLEARED_AFTER;
+    if is_due {
+        *losses = 0;
+    }
+    is_due
+}
+
 impl Sequence {
-    /// It got a token. Says whether it is cleared with it: earlier losses do not count against it any more.
+    /// As [`clear`].
     pub(super) fn is_cleared(&mut self) -> bool {
-        self.tokens_since_loss += 1;
-        let is_due = self.losses > 0 && self.tokens_since_loss >= CLEARED_AFTER;
-        if is_due {
-            self.losses = 0;
-        }
-        is_due
+        clear(&mut self.losses, &mut self.tokens_since_loss)
     }
 }
 

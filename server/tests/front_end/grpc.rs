@@ -441,7 +441,7 @@ async fn refusals_have_codes_and_name_the_field() {
     let status = collect(channel.clone(), other).await.unwrap_err();
     assert!(status.code() == Code::NotFound && status.message().contains("tiny"), "{status}");
     script.nothing_more();
-    let full = SubmitError::QueueFull { waiting: 1, limit: 1, what: "sequences" };
+    let full = SubmitError::QueueFull { waiting: 1, limit: 1, what: "sequences".into() };
     for (error, code, reason, retry_s) in [
         (full, Code::ResourceExhausted, "rate_limit_exceeded", Some(1)),
         (SubmitError::Unavailable("loading".into()), Code::Unavailable, "not_ready", Some(5)),

@@ -69,7 +69,7 @@ async fn choices_are_handed_over_together() {
     let client = tokio::spawn(async move { post(server.address, COMPLETION, &json!({"prompt": [5], "n": 2})).await });
     let submission = script.submission().await;
     assert_eq!(submission.requests.len(), 2);
-    let full = SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" };
+    let full = SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences".into() };
     submission.reply.send(Err(full)).unwrap();
     let response = client.await.unwrap();
     assert_eq!((response.status, response.header("retry-after")), (429, Some("1")));
@@ -97,8 +97,8 @@ async fn a_choice_that_fails_ends_its_request_at_once() {
 async fn what_the_queue_never_takes_is_refused_for_good() {
     let (server, mut script) = Server::start(options()).await;
     let option = "--max-queued-requests";
-    let never = SubmitError::NeverFits { asked: 4, limit: 3, what: "sequences", option };
-    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" };
+    let never = SubmitError::NeverFits { asked: 4, limit: 3, what: "sequences".into(), option: option.into() };
+    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences".into() };
     let quarantined = SubmitError::Quarantined { seconds_left: 5 };
     for (error, status, code) in [
         (never, 400, "request_too_large"),
@@ -132,7 +132,7 @@ async fn what_the_engine_refuses_has_its_status() {
     let (server, mut script) = Server::start(options()).await;
     for (error, status, code, kind) in [
         (
-            SubmitError::QueueFull { waiting: 9, limit: 9, what: "prompt tokens" },
+            SubmitError::QueueFull { waiting: 9, limit: 9, what: "prompt tokens".into() },
             429,
             "rate_limit_exceeded",
             "rate_limit_error",

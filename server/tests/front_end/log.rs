@@ -142,7 +142,7 @@ async fn the_line_says_why_a_request_ended() {
     read(client).await;
     assert_eq!(lines_of("log-refused").await[0]["reason"], "invalid_value");
     let client = open(&server, "log-full", json!({"prompt": [5]})).await;
-    let full = SubmitError::QueueFull { waiting: 1, limit: 1, what: "sequences" };
+    let full = SubmitError::QueueFull { waiting: 1, limit: 1, what: "sequences".into() };
     tokio::join!(read(client), script.refuse(full));
     assert_eq!(lines_of("log-full").await[0]["reason"], "rate_limit_exceeded");
 }

@@ -41,7 +41,7 @@ async fn answers_are_counted_by_route_and_errors_by_code() {
     assert_eq!(response.status, 200);
     post(server.address, COMPLETION, json!({"prompt": [5], "colour": "red"})).await;
     post(server.address, COMPLETION, json!({"prompt": [5], "colour": "red"})).await;
-    let full = SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences" };
+    let full = SubmitError::QueueFull { waiting: 8, limit: 8, what: "sequences".into() };
     tokio::join!(post(server.address, COMPLETION, &request), script.refuse(full));
     // Given up in the middle of a stream, whose head said 200.
     let mut client = open(server.address, COMPLETION, &json!({"prompt": [5], "stream": true}).to_string()).await;

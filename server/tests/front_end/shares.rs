@@ -159,7 +159,7 @@ async fn a_key_alone_may_take_all_places() {
 #[tokio::test]
 async fn a_share_of_the_queue_that_is_used_up_is_an_answer_to_wait_for() {
     let (server, mut script, keys) = server(&[free(), free()], options()).await;
-    let full = SubmitError::QueueFull { waiting: 48, limit: 48, what: "sequences of this API key" };
+    let full = SubmitError::QueueFull { waiting: 48, limit: 48, what: "sequences of this API key".into() };
     let body = json!({"prompt": [5]});
     let (response, ()) = tokio::join!(async { read(send(&server, &keys[0], &body).await).await }, script.refuse(full));
     refused(&response, 429, "rate_limit_exceeded");

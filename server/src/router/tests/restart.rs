@@ -15,7 +15,9 @@ fn start_counted(
 ) -> (EngineHandle, Replicas, impl Fn() -> Vec<u32>) {
     let launcher = |replica| FakeLauncher::new(1, move |start, _| script(replica, start));
     let launchers: Vec<_> = (0..config.replicas).map(launcher).collect();
-    let (handle, replicas) = spawn(config, |replica| launchers[replica as usize].clone()).unwrap();
+    let launch = |replica: u32| launchers[replica as usize].clone() as Arc<dyn Launcher>;
+    let common = Arc::new(Common::new(config.timeouts.quarantine));
+    let (handle, replicas) = spawn(config, &common, Vec::new(), launch).unwrap();
     (handle, replicas, move || launchers.iter().map(|launcher| launcher.starts.load(SeqCst)).collect())
 }
 

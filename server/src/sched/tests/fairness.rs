@@ -203,7 +203,7 @@ fn one_key_leaves_room_in_the_queue_and_without_keys_it_is_filled() {
     let mut line = Line::new(1, 64);
     let flood = standing("flood", 1, 0);
     let refused = (0..100).find_map(|_| line.submit("", &flood, 1, 1).err()).unwrap();
-    assert_eq!(refused, SubmitError::QueueFull { waiting: 48, limit: 48, what: "sequences of this API key" });
+    assert_eq!(refused, SubmitError::QueueFull { waiting: 48, limit: 48, what: "sequences of this API key".into() });
     assert!(refused.to_string().ends_with("48 of at most 48 sequences of this API key wait"), "{refused}");
     // A place that gets free is not the flood's if others wait.
     for _ in 0..12 {
@@ -224,10 +224,10 @@ fn tokens_of_the_queue_are_left_to_others_too() {
         |owner: &str, prompt| scheduler.submit(vec![request(1, prompt, 1, vec![])], &standing(owner, 1, 0));
     // A single prompt is bounded by the context alone.
     submit("a", 390).unwrap();
-    let full = SubmitError::QueueFull { waiting: 390, limit: 30, what: "prompt tokens of this API key" };
+    let full = SubmitError::QueueFull { waiting: 390, limit: 30, what: "prompt tokens of this API key".into() };
     assert_eq!(submit("a", 5), Err(full));
     submit("b", 5).unwrap();
-    let full = SubmitError::QueueFull { waiting: 395, limit: 400, what: "prompt tokens" };
+    let full = SubmitError::QueueFull { waiting: 395, limit: 400, what: "prompt tokens".into() };
     assert_eq!(submit("c", 6), Err(full));
 }
 

@@ -34,13 +34,13 @@ fn bounds_of_the_queue_are_named() {
     // 17 positions fit 5 pages of 4; the last token is never computed: 21 do not, 20 do.
     assert_eq!(submit(&mut scheduler, 1, 12, 9), Ok(1));
     assert_eq!(submit(&mut scheduler, 2, 12, 10), Err(SubmitError::TooLarge { needed: 6, available: 5 }));
-    let full = SubmitError::QueueFull { waiting: 12, limit: 10, what: "prompt tokens" };
+    let full = SubmitError::QueueFull { waiting: 12, limit: 10, what: "prompt tokens".into() };
     assert_eq!(submit(&mut scheduler, 3, 1, 1), Err(full));
     scheduler.next_plan().unwrap();
     for number in 2..5 {
         assert_eq!(submit(&mut scheduler, 4, 1, 1), Ok(number));
     }
-    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences" };
+    let full = SubmitError::QueueFull { waiting: 3, limit: 3, what: "sequences".into() };
     assert_eq!(submit(&mut scheduler, 7, 1, 1), Err(full));
     scheduler.apply(Event::Cancel { sequence: 3 }, &mut Vec::new());
     assert_eq!(submit(&mut scheduler, 8, 1, 1), Ok(5));
@@ -51,7 +51,9 @@ fn the_sequences_of_a_request_are_taken_together_or_not_at_all() {
     let limits = Limits { max_waiting_requests: 4, max_waiting_tokens: 20, ..Limits::default() };
     let mut scheduler = scheduler(limits, 100);
     let choices = |count: u64, prompt| (0..count).map(|seed| request(seed, prompt, 5, vec![])).collect::<Vec<_>>();
-    let never = |asked, limit, what, option| Err(SubmitError::NeverFits { asked, limit, what, option });
+    let never = |asked, limit, what: &'static str, option: &'static str| {
+        Err(SubmitError::NeverFits { asked, limit, what: what.into(), option: option.into() })
+    };
     // However empty the queue is: not a matter of waiting.
     assert_eq!(
         scheduler.submit(choices(5, 1), &Standing::default()),
@@ -63,7 +65,7 @@ fn the_sequences_of_a_request_are_taken_together_or_not_at_all() {
     );
     assert!(scheduler.is_idle() && scheduler.next_plan().is_none(), "nothing of them is left behind");
     assert_eq!(scheduler.submit(choices(3, 5), &Standing::default()), Ok(1..4));
-    let full = SubmitError::QueueFull { waiting: 3, limit: 4, what: "sequences" };
+    let full = SubmitError::QueueFull { waiting: 3, limit: 4, what: "sequences".into() };
     assert_eq!(scheduler.submit(choices(2, 1), &Standing::default()), Err(full));
     assert_eq!(scheduler.sequences(), 3);
     // A single prompt is bounded by the context alone.

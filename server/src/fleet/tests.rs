@@ -1,0 +1,426 @@
+//! A front end and hosts in one process, with scripted workers, and a network between them that a test may cut or let
+//! vanish.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::*;
+use crate::engine::{
+    EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceStream, Standing, SubmitError, Unwanted,
+};
+use crate::group::fake::{FakeLauncher, Script};
+use crate::group::tests::{config, read, submit, until};
+use crate::group::{Common, GroupConfig};
+use crate::listener::StopSignal;
+use crate::router::{self, Replicas};
+use crate::sched::fake_worker::{expected, request};
+
+/// Nothing here takes longer, on a machine that is busy with other tests.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// What the network does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Net {
+    /// Carries bytes, each this much later.
+    Up(Duration),
+    /// Takes bytes and carries none: nobody is told.
+    Black,
+    /// Ends connections, and takes none.
+    Cut,
+}
+
+/// A proxy in front of the front end.
+struct Proxy {
+    port: u16,
+    net: watch::Sender<Net>,
+}
+
+impl Proxy {
+    async fn to(port: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let proxy =
+            Self { port: listener.local_addr().unwrap().port(), net: watch::Sender::new(Net::Up(Duration::ZERO)) };
+        let net = proxy.net.subscribe();
+        tokio::spawn(async move {
+            loop {
+                let (near, _) = listener.accept().await.unwrap();
+                if *net.borrow() == Net::Cut {
+                    continue;
+                }
+                let far = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+                let ((near_read, near_write), (far_read, far_write)) = (near.into_split(), far.into_split());
+                tokio::spawn(carry(near_read, far_write, net.clone()));
+                tokio::spawn(carry(far_read, near_write, net.clone()));
+            }
+        });
+        proxy
+    }
+}
+
+/// One way of a connection. A stretch that fell into a black hole never comes out.
+async fn carry(
+    mut from: tokio::net::tcp::OwnedReadHalf,
+    mut to: tokio::net::tcp::OwnedWriteHalf,
+    net: watch::Receiver<Net>,
+) {
+    let mut cut = net.clone();
+    let (queue, mut delayed) = tokio::sync::mpsc::channel::<(Instant, Vec<u8>)>(1024);
+    let write = async move {
+        while let Some((due, bytes)) = delayed.recv().await {
+            tokio::time::sleep_until(due).await;
+            if to.write_all(&bytes).await.is_err() {
+                return;
+            }
+        }
+    };
+    let read = async move {
+        let mut bytes = vec![0; 64 << 10];
+        let mut is_lost = false;
+        loop {
+            let count = from.read(&mut bytes).await.unwrap_or(0);
+            let now = *net.borrow();
+            is_lost |= now == Net::Black;
+            match now {
+                Net::Up(delay) if count > 0 && !is_lost => {
+                    let _ = queue.send((Instant::now() + delay, bytes[..count].to_vec())).await;
+                }
+                _ if count > 0 => {}
+                // An end is carried as little as bytes.
+                _ if is_lost => std::future::pending().await,
+                _ => return,
+            }
+        }
+    };
+    let cut = async move { drop(cut.wait_for(|net| *net == Net::Cut).await.map(drop)) };
+    // What is cut, or ends, loses what is under way.
+    tokio::select! {
+        () = write => {}
+        () = read => {}
+        () = cut => {}
+    }
+}
+
+/// A front end with places for hosts, beside replicas of its own.
+struct FrontEnd {
+    handle: EngineHandle,
+    port: u16,
+    dir: tempfile::TempDir,
+    fleet: Option<Fleet>,
+    _replicas: Replicas,
+}
+
+fn token(dir: &tempfile::TempDir, name: &str, content: &str) -> PathBuf {
+    let path = dir.path().join(name);
+    std::fs::write(&path, content).unwrap();
+    path
+}
+
+fn slow() -> Script {
+    Script { step: Duration::from_millis(2), ..Script::default() }
+}
+
+impl FrontEnd {
+    async fn start(replicas: u32, places: u32) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let secrets = FrontSecrets::load(None, token(&dir, "token", "secret")).unwrap();
+        let config = GroupConfig { replicas, ..config(1) };
+        let common = Arc::new(Common::new(config.timeouts.quarantine));
+        let listen = ListenConfig { address, places, secrets };
+        let (handles, fleet) = Fleet::open(listener, listen, replicas, &common, String::new());
+        let (handle, replicas) =
+            router::spawn(config, &common, handles, |_| FakeLauncher::new(1, |_, _| slow())).unwrap();
+        Self { handle, port: address.port(), dir, fleet: Some(fleet), _replicas: replicas }
+    }
+
+    /// How the replica of a number is.
+    fn state(&self, replica: usize) -> EngineState {
+        self.handle.replicas()[replica].state.borrow().clone()
+    }
+
+    async fn until(&self, replica: usize, wanted: impl Fn(&EngineState) -> bool) -> Duration {
+        let (began, mut state) = (Instant::now(), self.handle.replicas()[replica].state.clone());
+        let found = timeout(LIMIT, state.wait_for(|state| wanted(state))).await;
+        let is_so = found.is_ok();
+        drop(found);
+        assert!(is_so, "replica {replica} stays {:?}", self.state(replica));
+        began.elapsed()
+    }
+
+    /// Tokens of prompts that a replica has computed.
+    fn prompted(&self, replica: usize) -> u64 {
+        self.handle.replicas()[replica].metrics.prompt_tokens.get()
+    }
+
+    /// Until it has computed more than `before`.
+    async fn computes(&self, replica: usize, before: u64) {
+        let computed = async {
+            while self.prompted(replica) == before {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(LIMIT, computed).await.expect("it computes");
+    }
+
+    async fn ready(&self, replica: usize) {
+        self.until(replica, |state| *state == EngineState::Ready).await;
+    }
+}
+
+/// A host with a group of its own. Dropping it is its sudden end.
+struct Host {
+    handle: EngineHandle,
+    stop: StopSignal,
+    ended: Option<JoinHandle<Result<(), HostError>>>,
+    _replicas: Replicas,
+}
+
+impl Host {
+    async fn start(front: &FrontEnd, port: u16) -> Self {
+        Self::start_with(front, port, "secret", String::new(), slow()).await
+    }
+
+    async fn start_with(front: &FrontEnd, port: u16, word: &str, vocabulary_digest: String, script: Script) -> Self {
+        let secrets = HostSecrets::load(None, token(&front.dir, &format!("token-{word}"), word)).unwrap();
+        let common = Arc::new(Common::new(Duration::from_secs(600)));
+        let launcher = FakeLauncher::new(1, move |_, _| script.clone());
+        let (handle, replicas) = router::spawn(config(1), &common, Vec::new(), |_| launcher.clone()).unwrap();
+        let stop = StopSignal::default();
+        let drain = Duration::from_secs(30);
+        let join_config = JoinConfig { front: "127.0.0.1".into(), port, secrets, vocabulary_digest, drain };
+        let ended = tokio::spawn(join(handle.clone(), join_config, stop.clone()));
+        Self { handle, stop, ended: Some(ended), _replicas: replicas }
+    }
+
+    async fn end(&mut self) -> Result<(), HostError> {
+        timeout(LIMIT, self.ended.take().unwrap()).await.expect("the host ends").unwrap()
+    }
+
+    /// Until nothing is left of what it computed.
+    async fn idle(&self) {
+        let idle = async {
+            while self.handle.load().running + self.handle.load().waiting > 0 {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(LIMIT, idle).await.expect("the host has nothing left");
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Some(task) = &self.ended {
+            task.abort();
+        }
+    }
+}
+
+/// Streams of many requests, and what has to come of each.
+async fn many(front: &FrontEnd, count: u64, tokens: u32) -> Vec<(SequenceStream, Vec<u32>)> {
+    let mut streams = Vec::new();
+    for seed in 0..count {
+        let request = request(seed, 6 + seed as u32 % 20, tokens, vec![]);
+        let stream = submit(&front.handle, request.clone()).await.unwrap();
+        streams.push((stream, expected(&request).0));
+    }
+    streams
+}
+
+async fn all_whole(streams: Vec<(SequenceStream, Vec<u32>)>) {
+    for (stream, wanted) in streams {
+        let wanted = (wanted, SequenceEvent::Finished(FinishReason::Length));
+        assert_eq!(timeout(LIMIT, read(stream)).await.unwrap(), wanted, "none is missing, none comes twice");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_alone_computes_all_in_a_crowd_with_cancels_over_a_slow_network() {
+    let front = FrontEnd::start(0, 1).await;
+    let refused = submit(&front.handle, request(1, 5, 5, vec![])).await.unwrap_err();
+    assert!(refused.to_string().contains("waiting for a host to join"), "{refused}");
+    let proxy = Proxy::to(front.port).await;
+    proxy.net.send_replace(Net::Up(Duration::from_millis(50)));
+    let host = Host::start(&front, proxy.port).await;
+    front.ready(0).await;
+    assert_eq!(front.handle.model(), host.handle.model());
+    let mut streams = many(&front, 60, 60).await;
+    // Every third reader goes away at some token, or before the first.
+    for number in (0..60).rev().filter(|number| number % 3 == 0) {
+        let (mut stream, wanted) = streams.remove(number);
+        for token in &wanted[..number % 5] {
+            assert!(matches!(stream.next().await, Some(SequenceEvent::Token(of)) if of.id == *token));
+        }
+        stream.let_go(Unwanted::Abandoned);
+    }
+    all_whole(streams).await;
+    host.idle().await;
+    // Its state is told once a second.
+    let told = async {
+        while front.handle.load() != host.handle.load() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LIMIT, told).await.expect("the front end knows the host's load");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_ends_loses_no_token_and_comes_back() {
+    let front = FrontEnd::start(1, 1).await;
+    front.ready(0).await;
+    let mut host = Host::start(&front, front.port).await;
+    for round in 0..3 {
+        front.ready(1).await;
+        let before = front.prompted(1);
+        let streams = many(&front, 12, 150).await;
+        front.computes(1, before).await;
+        drop(host);
+        let took = front.until(1, |state| matches!(state, EngineState::Loading(_))).await;
+        assert!(took < Duration::from_secs(3), "round {round}: a broken stream is noticed at once, not after {took:?}");
+        all_whole(streams).await;
+        assert_eq!(front.handle.replicas()[1].metrics.losses.get(), round + 1);
+        host = Host::start(&front, front.port).await;
+    }
+    front.ready(1).await;
+    all_whole(many(&front, 8, 30).await).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_network_that_vanishes_loses_the_host_in_time_and_late_tokens_reach_nobody() {
+    let front = FrontEnd::start(1, 1).await;
+    let proxy = Proxy::to(front.port).await;
+    // Slow enough not to be done when it is given up.
+    let script = Script { step: Duration::from_millis(60), ..Script::default() };
+    let host = Host::start_with(&front, proxy.port, "secret", String::new(), script).await;
+    front.ready(0).await;
+    front.ready(1).await;
+    let before = front.prompted(1);
+    let streams = many(&front, 8, 230).await;
+    front.computes(1, before).await;
+    proxy.net.send_replace(Net::Black);
+    let took = front.until(1, |state| matches!(state, EngineState::Loading(_))).await;
+    let stated = BEAT * (MOST_SILENT + 1);
+    assert!(took > BEAT * 3 && took < stated + Duration::from_secs(2), "{took:?}");
+    let EngineState::Loading(words) = front.state(1) else { panic!("{:?}", front.state(1)) };
+    assert!(words.contains("said nothing for 5s"), "{words}");
+    // The host notices by itself, and cancels what belonged to the stream.
+    host.idle().await;
+    proxy.net.send_replace(Net::Up(Duration::ZERO));
+    all_whole(streams).await;
+    front.ready(1).await;
+    all_whole(many(&front, 8, 30).await).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sequences_of_the_only_host_wait_for_it_where_the_network_was_cut() {
+    let front = FrontEnd::start(0, 1).await;
+    let proxy = Proxy::to(front.port).await;
+    let host = Host::start(&front, proxy.port).await;
+    front.ready(0).await;
+    let streams = many(&front, 8, 200).await;
+    for _ in 0..3 {
+        proxy.net.send_replace(Net::Cut);
+        front.until(0, |state| matches!(state, EngineState::Loading(_))).await;
+        host.idle().await;
+        proxy.net.send_replace(Net::Up(Duration::ZERO));
+        front.ready(0).await;
+        sleep(Duration::from_millis(50)).await;
+    }
+    all_whole(streams).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_is_shut_down_ends_what_it_has_and_is_no_loss() {
+    let front = FrontEnd::start(1, 1).await;
+    front.ready(0).await;
+    let mut host = Host::start(&front, front.port).await;
+    front.ready(1).await;
+    let streams = many(&front, 8, 200).await;
+    host.stop.drain.cancel();
+    let words = |state: &EngineState| matches!(state, EngineState::Loading(words) if words.contains("shutting down"));
+    front.until(1, words).await;
+    all_whole(streams).await;
+    assert_eq!(host.end().await, Ok(()));
+    front.until(1, |state| matches!(state, EngineState::Loading(words) if words.contains("has left"))).await;
+    assert_eq!(front.handle.replicas()[1].metrics.losses.get(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_does_not_fit_is_refused_on_both_ends_and_a_full_house_is_asked_again() {
+    let mut front = FrontEnd::start(1, 1).await;
+    front.ready(0).await;
+    let other = |digest: &'static str, bits: &'static str| Script { model_digest: digest, bit_domain: bits, ..slow() };
+    for (word, vocabulary, script, says) in [
+        ("wrong", "", slow(), "the token is wrong"),
+        ("secret", "", other("another", "fake"), "model digest differs: the front end has digest, the host another"),
+        ("secret", "", other("digest", "bits"), "bit domain differs: the front end has fake, the host bits"),
+        (
+            "secret",
+            "texts",
+            slow(),
+            "texts of the tokens (by their digest) differs: the front end has , the host texts",
+        ),
+    ] {
+        let mut host = Host::start_with(&front, front.port, word, vocabulary.into(), script).await;
+        let Err(HostError::Refused { why, .. }) = host.end().await else { panic!("it is refused: {says}") };
+        assert!(why.contains(says), "{why}");
+    }
+    assert_eq!(front.state(1), EngineState::Loading("waiting for a host to join".into()));
+    let first = Host::start(&front, front.port).await;
+    front.ready(1).await;
+    let second = Host::start(&front, front.port).await;
+    until(&second.handle, |state| *state == EngineState::Ready).await;
+    sleep(Duration::from_millis(500)).await;
+    assert!(!second.ended.as_ref().unwrap().is_finished(), "it tries again");
+    drop(first);
+    let lost = async {
+        while front.handle.replicas()[1].metrics.losses.get() == 0 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(LIMIT, lost).await.expect("the first is lost, and its place is free");
+    front.ready(1).await;
+    all_whole(many(&front, 8, 30).await).await;
+    // The front end ends, and its hosts try again.
+    front.fleet.take().unwrap().close().await;
+    assert_eq!(front.state(1), EngineState::Draining);
+    second.idle().await;
+    assert!(!second.ended.as_ref().unwrap().is_finished());
+    second.stop.drain.cancel();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_that_is_behind_holds_up_nobody_and_its_sequence_gives_way() {
+    let front = FrontEnd::start(0, 1).await;
+    // Pages for all that is asked for: nobody gives way for want of them.
+    let script = Script { kv_pages: 1100, ..slow() };
+    let host = Host::start_with(&front, front.port, "secret", String::new(), script).await;
+    front.ready(0).await;
+    // As many as there are slots, read by nobody, and others that wait for these.
+    let unread = many(&front, 4, 1000).await;
+    let read_on = many(&front, 12, 60).await;
+    all_whole(read_on).await;
+    let load = host.handle.load();
+    assert!(load.preemptions > 0 && load.running + load.waiting == 4, "who reads goes before who does not: {load:?}");
+    all_whole(unread).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_that_is_full_on_the_host_is_told_with_its_bound() {
+    let front = FrontEnd::start(0, 1).await;
+    let _host = Host::start(&front, front.port).await;
+    front.ready(0).await;
+    // More pages than its cache has.
+    let error = submit(&front.handle, request(1, 200, 100, vec![])).await.unwrap_err();
+    assert_eq!(error, SubmitError::TooLarge { needed: 75, available: 65 });
+    let many = (0..2000).map(|seed| request(seed, 1, 5, vec![])).collect();
+    let error = front.handle.submit(many, Standing::default()).await.unwrap_err();
+    assert!(matches!(error, SubmitError::NeverFits { asked: 2000, limit: 1024, .. }), "{error}");
+}

@@ -7,11 +7,19 @@ set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-build() { # OUT SOURCE FLAGS...
+cores=$(nproc)
+build() { # OUT SOURCE FLAGS...: begins to compile, once a core is free
     local to=$1 source=$2
     shift 2
+    while [ "$(jobs -rp | wc -l)" -ge "$cores" ]; do wait -n; done
     "${CXX:-c++}" -std=c++20 -O1 -g -fsanitize=thread -Wall -Wno-unknown-pragmas -DLP_VOCAB=512 -DLP_WINDOW=0 \
-        -DLP_QKV_BIAS=0 -DLP_QK_NORM=0 -DLP_TIED=0 -DLP_EPS=0 "$@" -o "$out/$to" "$source" -pthread
+        -DLP_QKV_BIAS=0 -DLP_QK_NORM=0 -DLP_TIED=0 -DLP_EPS=0 "$@" -o "$out/$to" "$source" -pthread &
+    compilers+=($!)
+}
+compilers=()
+built() { # all that was begun
+    for compiler in "${compilers[@]}"; do wait "$compiler"; done
+    compilers=()
 }
 noticed() { # WHAT PROGRAM SYMPTOM...
     local what=$1 program=$2
@@ -41,6 +49,7 @@ build kept words.cpp "${words[@]}" -DLP_KEEP_WORDS
 build cleared words.cpp "${words[@]}" -DLP_CLEAR_EARLY
 build ahead words.cpp "${idle[@]}" -DLP_RUN_AHEAD
 build behind words.cpp "${idle[@]}" -DLP_FALL_BEHIND
+built
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/shared"
 "$out/own"
@@ -54,15 +63,16 @@ noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"
 noticed "turns begun before they are open" ahead "data race"
 noticed "steps that end before all have begun them" behind "data race"
+programs=()
 sums() { # RANKS COLUMNS HIDDEN [HEADS KV_HEADS HEAD_DIM INTERMEDIATE BLOCKS PAIR...]
     local ranks=$1 columns=$2 hidden=$3 heads=${4:-32} kv=${5:-8} dim=${6:-128} intermediate=${7:-4096} blocks=${8:-128}
     for pair in "${@:9}"; do
+        programs+=("sums-$ranks-$columns-$hidden-$pair${scaled:+-scaled}")
         # Hundreds of threads on a few cores: with 16 ranks a wait was seen to take 40 s.
-        build sums sums.cpp ${scaled:-} -Wno-parentheses -DLP_PATIENCE=20 -DLP_LAYERS=1 -DLP_RANKS="$ranks" \
-            -DLP_COLUMNS="$columns" \
-            -DLP_HIDDEN="$hidden" -DLP_HEADS=$((heads / ranks)) -DLP_KV_HEADS=$((ranks < kv ? kv / ranks : 1)) \
-            -DLP_HEAD_DIM="$dim" -DLP_INTERMEDIATE=$((intermediate / ranks)) -DLP_BLOCKS="$blocks" -DLP_PAIR="$pair"
-        "$out/sums"
+        build "${programs[-1]}" sums.cpp ${scaled:-} -Wno-parentheses -DLP_PATIENCE=20 -DLP_LAYERS=1 \
+            -DLP_RANKS="$ranks" -DLP_COLUMNS="$columns" -DLP_HIDDEN="$hidden" -DLP_HEADS=$((heads / ranks)) \
+            -DLP_KV_HEADS=$((ranks < kv ? kv / ranks : 1)) -DLP_HEAD_DIM="$dim" \
+            -DLP_INTERMEDIATE=$((intermediate / ranks)) -DLP_BLOCKS="$blocks" -DLP_PAIR="$pair"
     done
 }
 whole=(32 8 128 4096 128 3)
@@ -84,3 +94,6 @@ sums 1 32 576 9 3 64 1536 128 1 3     # o is not cut; four leaves of hidden
 sums 1 64 3584 28 4 128 18944 128 5   # leaves of 14, 56 and 74 steps
 sums 1 32 5120 40 8 128 13824 120 7   # a warp a tile of o and down
 sums 16 32 12288 96 8 128 28672 128 3 # the first block of a pair has more of qkv than the second
+built
+# One after the other: each has more threads than there are cores.
+for program in "${programs[@]}"; do "$out/$program"; done

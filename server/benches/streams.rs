@@ -37,8 +37,6 @@ use tokio::{
 
 /// The engine looks so often for streams whose next token is due.
 const TICK: Duration = Duration::from_millis(1);
-/// Of the clients: one alone is nearly full with 100 000 tokens a second, and then its delays are taken for the server's.
-const CLIENT_THREADS: usize = 4;
 /// Streams have so long to begin.
 const WARM_UP: Duration = Duration::from_secs(3);
 /// Of a text that is sent beside the streams.
@@ -300,8 +298,7 @@ fn pin(process: u32, cpus: &str) {
 
 /// Opens all streams, notes when tokens arrive, and writes for each stream how many and when.
 fn clients_alone(options: &Options, address: SocketAddr, base: u64) {
-    let runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = { runtime }.worker_threads(CLIENT_THREADS).enable_all().build().expect("a runtime");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let ended = Arc::new(AtomicBool::new(false));
     let times = runtime.block_on(async {
         let mut streams = JoinSet::new();

@@ -118,7 +118,7 @@ async fn an_upgrade_under_a_running_server_changes_nothing() {
         let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("the worker runs");
         let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).expect("the worker runs");
         assert_eq!(name.trim(), "looplane");
-        assert!(line.starts_with("looplane\0worker\0"), "{line}");
+        assert!(line.starts_with("looplane\0rank\0"), "{line}");
     }
 }
 

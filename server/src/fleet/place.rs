@@ -170,6 +170,7 @@ impl Place {
     }
 
     fn event(&mut self, number: u64, passed: Passed) -> Result<(), Malformed> {
+        let vocab_size = self.session.as_ref().map_or(0, |session| session.model.vocab_size);
         // One that was cancelled while this was on its way.
         let Some(Moved { sequence, sender, life, .. }) = self.sequences.get_mut(&number) else { return Ok(()) };
         let (now, metrics) = (Instant::now(), &self.metrics);
@@ -184,6 +185,9 @@ impl Place {
                 SequenceEvent::Drafts(step)
             }
             Passed::Token(token) => {
+                if token.id >= vocab_size {
+                    return Err(Malformed("a token of the vocabulary"));
+                }
                 if sequence.generated.len() >= sequence.request.max_tokens as usize {
                     return Err(Malformed("the end of a sequence behind its last token"));
                 }
@@ -289,6 +293,10 @@ impl Place {
         if !moved.sender.move_to(number, self.own_commands.clone()) {
             return moved.life.end(Ended::Abort, Instant::now(), &self.metrics);
         }
+        // It waits for a host as long as one that was lost here.
+        if self.session.is_none() && self.sequences.is_empty() {
+            self.lost_at = Some(Instant::now());
+        }
         self.send(front_message::Message::Adopt(wire::adopt(number, &moved.sequence)));
         self.sequences.insert(number, moved);
     }
@@ -340,6 +348,13 @@ impl Place {
             submission.refuse(SubmitError::Unavailable(format!("without the host that was asked: {words}")));
         }
         for (number, mut moved) in std::mem::take(&mut self.sequences) {
+            // The word of its end was on its way.
+            if let Some(reason) = moved.sequence.ended() {
+                self.behind.remove(&number);
+                moved.sender.send(SequenceEvent::Finished(reason));
+                moved.life.end(reason.into(), Instant::now(), &self.metrics);
+                continue;
+            }
             if !is_leaving {
                 moved.sequence.lost();
             }

@@ -34,8 +34,8 @@ impl Common {
                 .into());
         }
         let bits = |model: &ModelInfo| {
-            let ModelInfo { architecture, vocab_size, tensor_parallel, bit_domain, .. } = model;
-            format!("{architecture}, vocabulary {vocab_size}, tensor parallelism {tensor_parallel}, bits {bit_domain}")
+            let ModelInfo { architecture, vocab_size, bit_domain, .. } = model;
+            format!("{architecture}, vocabulary {vocab_size}, bits {bit_domain}")
         };
         match bits(known) == bits(now) {
             true => Ok(()),

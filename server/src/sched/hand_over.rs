@@ -3,12 +3,12 @@
 //! What is handed over is what a loss leaves in any case: the request and the tokens that came back. By the contract of
 //! same bits the other group continues with the token that would have come here.
 
-use super::Scheduler;
 use super::pages::PagePool;
 use super::request::{GeneratedToken, SequenceRequest};
 use super::sequence::{Phase, Sequence};
 use super::shares::Standing;
 use super::trial::clear;
+use super::{FinishReason, Scheduler};
 
 /// A sequence between two schedulers.
 #[derive(Debug, Clone, PartialEq)]
@@ -50,6 +50,15 @@ impl Handed {
     pub fn token(&mut self, id: u32) {
         self.generated.push(id);
         clear(&mut self.losses, &mut self.tokens_since_loss);
+    }
+
+    /// How it ended, if its last token was its end, of which only the word is missing. As workers see it.
+    pub fn ended(&self) -> Option<FinishReason> {
+        let is_stop = |token: &u32| self.request.stop_tokens.contains(token);
+        if self.generated.len() > self.request.min_tokens as usize && self.generated.last().is_some_and(is_stop) {
+            return Some(FinishReason::Stop);
+        }
+        (self.generated.len() >= self.request.max_tokens as usize).then_some(FinishReason::Length)
     }
 
     /// Who computed it is lost.

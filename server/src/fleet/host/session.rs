@@ -237,7 +237,9 @@ impl Session {
                     changed.map_err(|_| Broken::Engine("it ended without saying why".into()))?;
                     self.say_how();
                 }
-                Some(_) = self.tasks.join_next() => {}
+                Some(ended) = self.tasks.join_next() => {
+                    ended.map_err(|error| Broken::Stream(format!("the task of a sequence failed: {error}")))?;
+                }
                 () = stop.drain.cancelled(), if self.leave_at.is_none() => {
                     self.leave_at = Some(Instant::now() + drain);
                     self.say_how();
@@ -348,12 +350,19 @@ async fn pass_on(
             Wish::Hold => None,
             Wish::Send => tokio::select! {
                 first = stream.next_event() => Some(more(first, &mut stream).await),
-                _ = wish.changed() => continue,
+                changed = wish.changed() => match changed {
+                    Ok(()) => continue,
+                    Err(_) => break,
+                },
             },
         };
         match events {
             // Whoever wishes goes with the session, as this does.
-            None => drop(wish.changed().await),
+            None => {
+                if wish.changed().await.is_err() {
+                    break;
+                }
+            }
             Some((events, is_last)) => {
                 let events = Events { sequence: number, events: events.into_iter().map(wire::event).collect() };
                 send(&to_front, host_message::Message::Events(events)).await;

@@ -66,6 +66,13 @@ pub struct ModelInfo {
     pub bit_domain: String,
 }
 
+impl ModelInfo {
+    /// Whether prompt and answer of a request have room in the context.
+    pub fn holds(&self, request: &SequenceRequest) -> bool {
+        request.positions() < u64::from(self.max_context)
+    }
+}
+
 /// The front end's end of the seam; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct EngineHandle {

@@ -53,7 +53,7 @@ pub(super) struct Place {
     behind: BTreeSet<u64>,
     next_submission: u64,
     next_sequence: u64,
-    /// Preemptions on hosts before this one.
+    /// Those that the host told last: of it only newer ones are counted.
     preemptions: u64,
     lost_at: Option<Instant>,
 }
@@ -111,6 +111,11 @@ impl Place {
         let (number, host) = (self.number, &session.host);
         tracing::info!("host {host} computes as replica {number}, with {}", goes_on(self.sequences.len()));
         session.send(front_message::Message::Welcome(Welcome { replica: number }));
+        let is_too_long = |_: &u64, moved: &mut Moved| !session.model.holds(&moved.sequence.request);
+        for (number, moved) in self.sequences.extract_if(.., is_too_long).collect::<Vec<_>>() {
+            self.behind.remove(&number);
+            self.fail(moved, &format!("its host was lost, and the context of the next, {host}, is too small for it"));
+        }
         for (number, moved) in &self.sequences {
             session.send(front_message::Message::Adopt(wire::adopt(*number, &moved.sequence)));
         }
@@ -119,7 +124,7 @@ impl Place {
         }
         self.model.send_replace(Some(Arc::new(session.model.clone())));
         (self.silent, self.lost_at) = (0, None);
-        self.preemptions = self.metrics.load().preemptions;
+        self.preemptions = session.status.load.preemptions;
         let status = session.status.clone();
         self.session = Some(session);
         self.status(status);
@@ -211,7 +216,9 @@ impl Place {
         let Some(session) = &mut self.session else { return };
         let (HostStatus { state, load, page_positions, kv_bytes }, host) = (status.clone(), &session.host);
         let mut load = load;
-        load.preemptions += self.preemptions;
+        let newer = load.preemptions.saturating_sub(self.preemptions);
+        self.preemptions = load.preemptions;
+        load.preemptions = self.metrics.load().preemptions.saturating_add(newer);
         self.metrics.set_load(load);
         self.metrics.page_positions.set(page_positions);
         self.metrics.kv_bytes.set(kv_bytes);

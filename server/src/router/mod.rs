@@ -28,7 +28,7 @@ use crate::engine::{
 };
 use crate::group::{self, Common, GroupConfig, GroupError, GroupTask, Launcher};
 use choice::{Offer, Readiness, rows_to_come};
-use prefixes::{Beginning, Prefixes, beginnings};
+use prefixes::{Prefixes, beginnings};
 
 /// Most replicas: they are named by the bits of a word.
 pub const MAX_REPLICAS: u32 = 64;
@@ -266,7 +266,7 @@ impl Router {
         let Submission { requests, standing, submitted, reply, tried, .. } = submission;
         let mut parts: Vec<Part> = Vec::new();
         for (place, request) in requests.into_iter().enumerate() {
-            let Some((replica, work)) = self.place(&request, tried) else {
+            let Some((replica, work)) = self.choose(&request, 0, tried) else {
                 let reason = "unable to serve the model: no replica is left".into();
                 // Nobody waits for it any more.
                 return drop(reply.send(Err(SubmitError::Unavailable(reason))));
@@ -298,15 +298,11 @@ impl Router {
         });
     }
 
-    /// Chooses the replica for a request, if any is left that was not tried, and counts it there.
-    fn place(&mut self, request: &SequenceRequest, tried: u64) -> Option<(usize, Work)> {
+    /// Chooses the replica for a request of which so many tokens are known, if any is left that was not tried and whose
+    /// context holds it, and counts it there.
+    fn choose(&mut self, request: &SequenceRequest, generated: usize, tried: u64) -> Option<(usize, Work)> {
         let beginnings = beginnings(&request.prompt, &request.cache_salt);
-        let rows = rows_to_come(request, 0);
-        self.choose(&beginnings, rows, tried)
-    }
-
-    fn choose(&mut self, beginnings: &[Beginning], rows: u64, tried: u64) -> Option<(usize, Work)> {
-        let cached = self.prefixes.cached(beginnings, self.replicas.len());
+        let cached = self.prefixes.cached(&beginnings, self.replicas.len());
         let offers = self.replicas.iter().zip(cached).enumerate().filter(|(index, _)| tried >> index & 1 == 0);
         let offers = offers.filter_map(|(index, (replica, cached_tokens))| {
             let readiness = match &*replica.state.borrow() {
@@ -315,12 +311,14 @@ impl Router {
                 EngineState::Loading(_) | EngineState::Draining => Readiness::Loading,
                 EngineState::Failed(_) => return None,
             };
+            let is_held = |model: &Arc<ModelInfo>| model.holds(request);
+            replica.model.borrow().as_ref().is_none_or(is_held).then_some(())?;
             Some(Offer { replica: index, readiness, work: replica.work(), cached_tokens })
         });
         let chosen = choice::best(offers, self.turn, self.replicas.len())?;
         self.turn = (chosen + 1) % self.replicas.len();
-        self.prefixes.sent(beginnings, chosen);
-        Some((chosen, Work::add(&self.replicas[chosen].work, rows)))
+        self.prefixes.sent(&beginnings, chosen);
+        Some((chosen, Work::add(&self.replicas[chosen].work, rows_to_come(request, generated))))
     }
 
     fn send(&mut self, replica: usize, submission: Submission) {
@@ -351,15 +349,12 @@ impl Router {
         let mut by_replica: Vec<Vec<Moved>> = self.replicas.iter().map(|_| Vec::new()).collect();
         let count = moved.len();
         for mut moved in moved {
-            let request = &moved.sequence.request;
-            let beginnings = beginnings(&request.prompt, &request.cache_salt);
-            let rows = rows_to_come(request, moved.sequence.generated.len());
-            match self.choose(&beginnings, rows, 0) {
+            match self.choose(&moved.sequence.request, moved.sequence.generated.len(), 0) {
                 Some((replica, work)) => {
                     moved.work = work;
                     by_replica[replica].push(moved);
                 }
-                None => moved.fail("the workers were lost, and no replica is left"),
+                None => moved.fail("the workers were lost, and no replica is left that could go on with it"),
             }
         }
         for (replica, moved) in by_replica.into_iter().enumerate().filter(|(_, moved)| !moved.is_empty()) {

@@ -313,6 +313,26 @@ fn willing() -> EngineHandle {
     EngineHandle::new(sender, state_receiver, model_receiver, Arc::default())
 }
 
+/// A sequence that was begun where the context was longer does not go where it would lose the group.
+#[tokio::test]
+async fn a_sequence_goes_only_where_its_context_holds_it() {
+    let with_context = |max_context| {
+        let handle = willing();
+        let (_, model) = watch::channel(Some(Arc::new(ModelInfo { max_context, ..ModelInfo::default() })));
+        EngineHandle::new(handle.commands().clone(), handle.watch_state(), model, Arc::default())
+    };
+    let (_, mut router) = join(&[with_context(64), with_context(128), with_context(64)]);
+    let chosen = |router: &mut Router, max_tokens| {
+        router.choose(&request(1, 50, max_tokens, vec![]), 0, 0).map(|(replica, _)| replica)
+    };
+    assert!((0..6).all(|_| chosen(&mut router, 15) == Some(1)), "65 tokens");
+    assert_eq!(chosen(&mut router, 79), None);
+    let mut of_14: Vec<_> = (0..6).filter_map(|_| chosen(&mut router, 14)).collect();
+    of_14.sort_unstable();
+    of_14.dedup();
+    assert_eq!(of_14, [0, 1, 2], "64 tokens go anywhere, in turn");
+}
+
 /// What the task in front costs a request: the figures are printed, and have a bound that only a mistake exceeds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_takes_little_longer_through_the_router() {

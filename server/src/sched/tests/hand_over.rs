@@ -1,7 +1,7 @@
 //! Sequences that one scheduler leaves to another.
 
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
-use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, Standing};
+use crate::sched::{Action, Blame, Event, FinishReason, Handed, Limits, Scheduler, SequenceRequest, Standing};
 
 const SHAPE: Shape = Shape { max_slots: 3, max_batch_tokens: 16, kv_pages: 60, page_positions: 4 };
 
@@ -132,6 +132,21 @@ fn groups_that_are_ended_under_a_sequence_make_it_no_suspect() {
     worker.receive(next);
     run(&mut scheduler, &mut worker, 2000, &mut actions);
     assert_eq!(tokens(&actions, 1), expected(&request).0);
+}
+
+#[test]
+fn a_sequence_that_has_its_last_token_has_ended() {
+    let of = |min_tokens, generated: &[u32]| {
+        let request = SequenceRequest { min_tokens, ..request(1, 5, 4, vec![7]) };
+        Handed { generated: generated.to_vec(), ..Handed::new(request, Standing::default()) }.ended()
+    };
+    assert_eq!(of(0, &[]), None);
+    assert_eq!(of(0, &[7, 8]), None, "only the last may be one");
+    assert_eq!(of(0, &[8, 7]), Some(FinishReason::Stop));
+    assert_eq!(of(2, &[8, 7]), None, "too early to stop");
+    assert_eq!(of(2, &[8, 8, 7]), Some(FinishReason::Stop));
+    assert_eq!(of(0, &[8, 8, 8, 8]), Some(FinishReason::Length));
+    assert_eq!(of(4, &[8, 8, 8, 7]), Some(FinishReason::Length));
 }
 
 #[test]

@@ -3,10 +3,12 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context;
+use looplane_proto::worker::v1::load_request;
 use looplane_server::{
     config::{Config, Device, LogFormat},
     engine::{EngineHandle, EngineState},
     fleet::{Fleet, ListenConfig, vocabulary_digest},
+    frontend::LargeWork,
     group::{Common, GroupConfig, ProcessLauncher},
     http,
     listener::{self, StopSignal, base_url},
@@ -36,15 +38,18 @@ const OTHER_DESCRIPTORS: u64 = 128;
 /// How many workers compute a model where the user does not say: a GPU does alone; on CPUs it is the usual number, or
 /// what divides the model.
 pub fn group_size(model: &Path, device: Device) -> u32 {
-    let on_gpu = match device {
-        Device::Cuda => true,
-        Device::Auto => cuda::probe(0).is_ok(),
-        Device::Cpu => false,
-    };
     // What is wrong with a model that cannot be read, the worker says.
-    let Some(config) = ModelConfig::from_dir(model).ok().filter(|_| !on_gpu) else { return 1 };
+    let Some(config) = ModelConfig::from_dir(model).ok().filter(|_| !is_gpu(device.into())) else { return 1 };
     let divides = |size: &u32| ModelPlan::new(&config, *size as usize).is_ok();
     (1..=USUAL_GROUP).rev().find(divides).unwrap_or(1)
+}
+
+fn is_gpu(device: load_request::Device) -> bool {
+    match device {
+        load_request::Device::Cuda => true,
+        load_request::Device::Auto => cuda::probe(0).is_ok(),
+        load_request::Device::Cpu => false,
+    }
 }
 
 /// Serves until a signal, or until the workers cannot be had any more.
@@ -61,6 +66,9 @@ pub async fn run(mut config: Config, format: LogFormat) -> anyhow::Result<()> {
     let url = base_url(listener.local_addr()?, config.serve.tls.is_some());
     let with_key = config.serve.access.keys.is_some();
     let group = &config.group;
+    if group.replicas == 0 || is_gpu(group.device) {
+        config.serve.large_work = LargeWork::GivesWay;
+    }
     let (model, threads) = (group.model_dir.display(), counted(group.threads, "compute thread", "compute threads"));
     let loads = match group.replicas * group.tensor_parallel {
         0 => format!("serving {model} by hosts that join"),

@@ -22,6 +22,7 @@ use looplane_server::{
         Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceStream,
         Submission,
     },
+    frontend::LargeWork,
     listener::{self, ServeOptions, StopSignal},
     text::Text,
     trace::Otlp,
@@ -221,6 +222,7 @@ fn server(options: &Options) {
         let address = listener.local_addr().expect("it is bound");
         let most = options.streams + 100;
         let serve = ServeOptions {
+            large_work: LargeWork::GivesWay,
             model_id: "looplane-demo".into(),
             max_connections: most,
             max_concurrent_requests: most,

@@ -15,7 +15,7 @@ use looplane_server::{
         Command, EngineHandle, EngineState, FinishReason, GeneratedToken, ModelInfo, SequenceEvent, SequenceRequest,
         SequenceStream, Submission, Times,
     },
-    frontend::Frontend,
+    frontend::{Frontend, LargeWork},
     grpc,
     http::{self, Access, App, ResponseStore, Settings},
     reply::{Parsers, ReasoningParser},
@@ -118,7 +118,7 @@ fn router() -> Router {
         play(received, commands, &played).await;
     });
     let uploads = Uploads::new(MAX_BODY_BYTES, SOON);
-    let frontend = Frontend::new(engine, text, "tiny".into(), (DraftReport::None, 0), 8, uploads);
+    let frontend = Frontend::new(engine, text, "tiny".into(), (DraftReport::None, 0), 8, uploads, LargeWork::Shares);
     let frontend = Arc::new(frontend);
     let settings = Settings {
         max_connections: 8,

@@ -145,6 +145,16 @@ pub enum Device {
     Cuda,
 }
 
+impl From<Device> for load_request::Device {
+    fn from(device: Device) -> Self {
+        match device {
+            Device::Auto => Self::Auto,
+            Device::Cpu => Self::Cpu,
+            Device::Cuda => Self::Cuda,
+        }
+    }
+}
+
 /// What matrices of layers become while they are loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Quantization {
@@ -289,11 +299,7 @@ impl EngineArgs {
             },
             kv_pages: self.kv_pages,
             kv_bytes_limit: u64::from(self.kv_memory_mib.unwrap_or(0)) << 20,
-            device: match self.device {
-                Device::Auto => load_request::Device::Auto,
-                Device::Cpu => load_request::Device::Cpu,
-                Device::Cuda => load_request::Device::Cuda,
-            },
+            device: self.device.into(),
             quantization: match self.quantization {
                 None => load_request::Quantization::None,
                 Some(Quantization::Fp8) => load_request::Quantization::Fp8,

@@ -28,6 +28,7 @@ pub use record::{Progress, Record, RequestId};
 pub use reply::{Choices, Replies, ReplyChoice, ReplyEnd, ReplyEvent, Told};
 pub use served::OfKey;
 
+pub use pool::LargeWork;
 use pool::Pool;
 use served::{Listed, Served};
 
@@ -94,10 +95,11 @@ impl Frontend {
         draft_report: (DraftReport, u32),
         max_concurrent_requests: usize,
         uploads: Uploads,
+        large_work: LargeWork,
     ) -> Self {
         Self {
             uploads,
-            pool: Arc::new(Pool::new()),
+            pool: Arc::new(Pool::new(large_work)),
             engine,
             text,
             model_id,
@@ -393,7 +395,7 @@ mod tests {
         let engine = EngineHandle::new(commands, state, model, Arc::default());
         let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
         let text = Arc::new(Text::load(&fixture).unwrap());
-        Frontend::new(engine, text, "tiny".into(), (DraftReport::None, 0), 1, Uploads::new(1, LIMIT))
+        Frontend::new(engine, text, "tiny".into(), (DraftReport::None, 0), 1, Uploads::new(1, LIMIT), LargeWork::Shares)
     }
 
     fn enter(frontend: &Frontend) -> Result<Place, GenerateError> {

@@ -14,15 +14,47 @@ use std::{
 
 use tokio::sync::oneshot;
 
-/// Work on more bytes than these is large: one thread alone does it, so that the others are free for the small.
-const LARGE_BYTES: usize = 256 << 10;
-/// Fewest threads: one takes large work, too, the other never.
-const MIN_THREADS: usize = 2;
-const MAX_THREADS: usize = 8;
-/// By so much the threads give way to others: beside prompts of 118 000 tokens, 2000 streams on two cores have their
-/// tokens within 1.5 ms at the 99th percentile, without it 10.4 (docs/benchmarks.md). 10 was no better, and would leave
-/// the threads little beside CPU workers, which never rest.
+/// Work on more bytes than these is large, and waits for large work alone: a few milliseconds are the most that the
+/// threads for small work take at a time.
+const LARGE_BYTES: usize = 64 << 10;
+/// Two, so that one stranger's body of the greatest size is not waited for by all.
+const LARGE_THREADS: usize = 2;
+const MAX_SMALL_THREADS: usize = 6;
+/// By so much the threads give way to others where they must not wait for a core that nobody else uses.
 const NICE: i32 = 5;
+
+/// How the threads for large work share the cores with others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LargeWork {
+    /// As small work does, at nice 5. For cores that never rest, such as those of CPU workers: large work would wait
+    /// without end for one that is free.
+    Shares,
+    /// It runs where a core is free, and whoever wakes has the core at once (Linux's SCHED_IDLE). Beside prompts of
+    /// 118 000 tokens, 2000 streams on two cores then have their tokens within 5 ms; at nice 5, 36 (docs/benchmarks.md).
+    GivesWay,
+}
+
+impl LargeWork {
+    /// For the calling thread, until it ends. A system that forbids it serves all the same.
+    fn enter(self) {
+        use thread_priority::{
+            NormalThreadSchedulePolicy::Idle, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy,
+            thread_native_id,
+        };
+        match self {
+            Self::Shares => give_way_a_little(),
+            Self::GivesWay => {
+                let idle = ThreadSchedulePolicy::Normal(Idle);
+                let _ = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
+            }
+        }
+    }
+}
+
+/// Where cores are few, a stream's next token goes before a stranger's prompt. (On Linux the calling thread's alone.)
+fn give_way_a_little() {
+    let _ = rustix::process::nice(NICE);
+}
 
 /// The work panicked; the panic is in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -38,26 +70,32 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// A quarter of this machine's cores, within bounds: the others are the workers'.
+    /// For small work a quarter of this machine's cores, within bounds: the others are the workers'.
     ///
     /// # Panics
     /// If the operating system gives no threads: the process is just starting then, and could not serve.
-    pub(super) fn new() -> Self {
+    pub(super) fn new(large_work: LargeWork) -> Self {
         let cores = thread::available_parallelism().map_or(1, |count| count.get());
         let queue = Arc::new(Queue::default());
-        for index in 0..(cores / 4).clamp(MIN_THREADS, MAX_THREADS) {
+        let start = |name: String, size: Size| {
             let queue = queue.clone();
-            let name = format!("front-end-{index}");
             let run = move || {
-                // Where cores are few, a stream's next token goes before a stranger's prompt. (On Linux the calling
-                // thread's alone.) A system that forbids it serves all the same.
-                let _ = rustix::process::nice(NICE);
-                while let Some(work) = queue.next(index == 0) {
+                match size {
+                    Size::Small => give_way_a_little(),
+                    Size::Large => large_work.enter(),
+                }
+                while let Some(work) = queue.next(size) {
                     // A panic has dropped the sender of the result, which tells the caller.
                     let _ = catch_unwind(AssertUnwindSafe(work));
                 }
             };
             thread::Builder::new().name(name).spawn(run).expect("a process that starts can have a few threads");
+        };
+        for index in 0..(cores / 4).clamp(1, MAX_SMALL_THREADS) {
+            start(format!("front-end-{index}"), Size::Small);
+        }
+        for index in 0..LARGE_THREADS {
+            start(format!("large-text-{index}"), Size::Large);
         }
         Self { queue }
     }
@@ -74,7 +112,7 @@ impl Pool {
             // The caller has gone away, and its result is dropped here.
             let _ = sender.send(work());
         });
-        let _queued = Queued { queue: self.queue.clone(), id: self.queue.push(bytes > LARGE_BYTES, work) };
+        let _queued = Queued { queue: self.queue.clone(), id: self.queue.push(Size::of(bytes), work) };
         result.await.map_err(|_| Panicked)
     }
 }
@@ -83,6 +121,18 @@ impl Drop for Pool {
     fn drop(&mut self) {
         self.queue.lock().closed = true;
         self.queue.changed.notify_all();
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Size {
+    Small,
+    Large,
+}
+
+impl Size {
+    fn of(bytes: usize) -> Self {
+        if bytes > LARGE_BYTES { Self::Large } else { Self::Small }
     }
 }
 
@@ -130,24 +180,22 @@ impl Queue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, large: bool, work: Work) -> u64 {
+    fn push(&self, size: Size, work: Work) -> u64 {
         let mut waiting = self.lock();
         let id = waiting.next_id;
         waiting.next_id += 1;
-        if large { &mut waiting.large } else { &mut waiting.small }.insert(id, work);
+        waiting.of(size).insert(id, work);
         drop(waiting);
-        // All: the one that is woken may not be the one that takes large work.
+        // All: the one that is woken may not be one of this size.
         self.changed.notify_all();
         id
     }
 
-    /// The oldest work; of a thread that takes large work, that first, as nobody else does it. `None`: the pool has
-    /// ended.
-    fn next(&self, takes_large: bool) -> Option<Work> {
+    /// The oldest work of this size. `None`: the pool has ended.
+    fn next(&self, size: Size) -> Option<Work> {
         let mut waiting = self.lock();
         loop {
-            let large = if takes_large { waiting.large.pop_first() } else { None };
-            if let Some((_, work)) = large.or_else(|| waiting.small.pop_first()) {
+            if let Some((_, work)) = waiting.of(size).pop_first() {
                 return Some(work);
             }
             if waiting.closed {
@@ -158,19 +206,33 @@ impl Queue {
     }
 }
 
+impl Waiting {
+    fn of(&mut self, size: Size) -> &mut BTreeMap<u64, Work> {
+        match size {
+            Size::Small => &mut self.small,
+            Size::Large => &mut self.large,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::{sync::mpsc, time::Duration};
 
     use futures::FutureExt;
+    use thread_priority::{NormalThreadSchedulePolicy, ThreadSchedulePolicy};
 
     use super::*;
 
     const LARGE: usize = LARGE_BYTES + 1;
     const LIMIT: Duration = Duration::from_secs(20);
 
-    /// Occupies the thread of large work until the sender is dropped.
-    async fn occupied(pool: &Arc<Pool>) -> mpsc::Sender<()> {
+    /// Occupies the threads of large work until the senders are dropped.
+    async fn occupied(pool: &Arc<Pool>) -> [mpsc::Sender<()>; LARGE_THREADS] {
+        [one_occupied(pool).await, one_occupied(pool).await]
+    }
+
+    async fn one_occupied(pool: &Arc<Pool>) -> mpsc::Sender<()> {
         let (release, released) = mpsc::channel::<()>();
         let (begun_sender, begun) = oneshot::channel();
         let work = move || {
@@ -185,7 +247,7 @@ mod tests {
 
     #[tokio::test]
     async fn small_work_does_not_wait_for_large() {
-        let pool = Arc::new(Pool::new());
+        let pool = Arc::new(Pool::new(LargeWork::GivesWay));
         let release = occupied(&pool).await;
         assert_eq!(tokio::time::timeout(LIMIT, pool.run(1, || 7)).await.expect("a thread is free"), Ok(7));
         drop(release);
@@ -194,7 +256,7 @@ mod tests {
 
     #[tokio::test]
     async fn work_whose_caller_has_gone_leaves_the_queue_with_what_it_holds() {
-        let pool = Arc::new(Pool::new());
+        let pool = Arc::new(Pool::new(LargeWork::GivesWay));
         let release = occupied(&pool).await;
         let held = Arc::new(());
         let work = {
@@ -210,8 +272,32 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn one_large_text_keeps_no_other_waiting() {
+        let pool = Arc::new(Pool::new(LargeWork::Shares));
+        let release = one_occupied(&pool).await;
+        assert_eq!(tokio::time::timeout(LIMIT, pool.run(LARGE, || 9)).await.expect("a thread is free"), Ok(9));
+        drop(release);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn large_work_gives_way_where_cores_rest_and_small_work_never_waits_for_one_that_is_free() {
+        let nice = || rustix::process::getpriority_process(None).ok();
+        let own = nice().expect("a process has a priority");
+        let policy = || thread_priority::thread_schedule_policy().ok();
+        let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+        let usual = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Other);
+        for (large_work, expected) in [(LargeWork::GivesWay, idle), (LargeWork::Shares, usual)] {
+            let pool = Pool::new(large_work);
+            assert_eq!(pool.run(LARGE, policy).await, Ok(Some(expected)));
+            let small = pool.run(1, move || (policy(), nice())).await;
+            assert_eq!(small, Ok((Some(usual), Some((own + NICE).min(19)))));
+        }
+    }
+
+    #[tokio::test]
     async fn a_panic_is_told_and_the_thread_goes_on() {
-        let pool = Pool::new();
+        let pool = Pool::new(LargeWork::GivesWay);
         for _ in 0..2 {
             assert_eq!(pool.run(LARGE, || panic!("as the test wants")).await, Err::<(), _>(Panicked));
         }
@@ -220,7 +306,7 @@ mod tests {
 
     #[tokio::test]
     async fn threads_end_with_the_pool() {
-        let pool = Pool::new();
+        let pool = Pool::new(LargeWork::GivesWay);
         let queue = Arc::downgrade(&pool.queue);
         drop(pool);
         let ended = async {

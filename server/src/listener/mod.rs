@@ -25,7 +25,7 @@ use places::Places;
 use crate::{
     drafts::DraftReport,
     engine::{EngineHandle, EngineState},
-    frontend::Frontend,
+    frontend::{Frontend, LargeWork},
     grpc,
     http::{self, Access, App, ResponseStore, Settings},
     metrics::FrontMetrics,
@@ -62,6 +62,8 @@ pub struct ServeOptions {
     pub response_store: usize,
     /// How long clients may take.
     pub client_limits: ClientLimits,
+    /// How large bodies and texts share this machine's cores.
+    pub large_work: LargeWork,
     /// Where traces go, if anywhere.
     pub otlp: Option<Otlp>,
     /// Running requests have so long to end once `StopSignal::drain` is set.
@@ -80,6 +82,7 @@ impl Default for ServeOptions {
             max_body_bytes: 8 << 20,
             response_store: 1000,
             client_limits: ClientLimits::default(),
+            large_work: LargeWork::Shares,
             otlp: None,
             drain: Duration::from_secs(30),
         }
@@ -146,7 +149,8 @@ pub async fn run(
     let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
     let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, otlp, .. } =
         options;
-    let mut frontend = Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads);
+    let mut frontend =
+        Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads, options.large_work);
     let exporting = otlp.map(|otlp| {
         let (traces, exporting) = otlp.start(frontend.model_id.clone(), frontend.metrics.spans.clone());
         frontend.traces = Some(traces);

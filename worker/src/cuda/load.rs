@@ -158,7 +158,8 @@ pub fn load_with(
     let pools = memory.pools(&gpu, options.poison)?;
     let sampler = Sampler::new(sampler, &memory.sizes)?;
     let (begun, total) = (Instant::now(), memory.needs.weights + memory.needs.embedding);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    // One core is left to what other replicas' requests need meanwhile.
+    let threads = std::thread::available_parallelism().map_or(1, |cores| usize::from(cores).saturating_sub(1).max(1));
     let weights = Weights::load(&gpu, &layout, source, &rope, max_context, threads, &mut |done| {
         tell(Phase::PackingWeights, done, total);
     })?;

@@ -6,7 +6,7 @@ use prometheus_client::registry::Registry;
 use super::*;
 use crate::drafts::DraftReport;
 use crate::engine::Unwanted;
-use crate::frontend::{Frontend, GenerateError, Record};
+use crate::frontend::{Frontend, GenerateError, LargeWork, Record};
 use crate::metrics::Engines;
 use crate::request::{Input, RawRequest, validate};
 use crate::text::Text;
@@ -148,8 +148,16 @@ async fn a_request_that_does_not_fit_the_queue_leaves_no_trace() {
     let _waiting = submit(&handle, long_request()).await.unwrap();
     let fixture = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../worker/tests/fixtures/llama-gqa");
     let text = Arc::new(Text::load(&fixture).unwrap());
-    let frontend =
-        Frontend::new(handle.clone(), text.clone(), "fake".into(), (DraftReport::None, 0), 8, Uploads::new(1, LIMIT));
+    let uploads = Uploads::new(1, LIMIT);
+    let frontend = Frontend::new(
+        handle.clone(),
+        text.clone(),
+        "fake".into(),
+        (DraftReport::None, 0),
+        8,
+        uploads,
+        LargeWork::Shares,
+    );
     let raw = RawRequest { n: Some(3), ..RawRequest::new("prompt", Input::Tokens(vec![vec![5]])) };
     let model = frontend.model().unwrap();
     let valid = validate(raw, &model, &text).unwrap();

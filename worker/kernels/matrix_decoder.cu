@@ -54,7 +54,10 @@ template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const u8* w
   if constexpr (kRanks == 1)
     matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks,
                              matrix::Join<kFinished<CUT>>{launch, norm});
-  else matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell{launch});
+  else {
+    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell<P>{launch});
+    fence_system();  // matrix/ranks.cuh
+  }
 }
 template <Cut CUT> LP_DEVICE void out(const Launch& launch, const matrix::Pass& pass, u32 layer) {
   add<O, CUT>(launch, launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,

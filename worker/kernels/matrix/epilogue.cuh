@@ -98,8 +98,8 @@ template <int RUNS> struct Join {
   }
 };
 
-/// After o and down of one of several ranks: part `part` of its sums, for `join`.
-struct Tell {
+/// After P, o or down, of one of several ranks: part `part` of its sums, each run to the rank whose `join` adds it up.
+template <class P> struct Tell {
   static constexpr int stages = 0;
   const Launch& launch;
 
@@ -107,12 +107,16 @@ struct Tell {
   template <class CONSUMER>
   LP_DEVICE void finish(CONSUMER&, u32 tile, u32 token, const float* sum, u32 part = 0) const {
     if (tile >= kHiddenTiles) return;
-    float4* to = reinterpret_cast<float4*>(launch.words + Memory::partial + part * Memory::part_bytes +
-                                           residual_byte(tile, token)) +
-                 lane_index();
 #pragma unroll
-    for (int j = 0; j < kTokens / 8; j++)
-      to[j * kConsumerThreads] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+    for (u32 i = 0; i < kRuns; i++) {
+      const u32 run = token / kRunTokens + i;
+      if (run * kRunTokens >= launch.row_count) return;
+      u8* to = launch.inbox[run % kRanks] + partial_byte<P::told>(own_rank(launch), part, tile, run) +
+               lane_index() * 16;
+#pragma unroll
+      for (int j = 0; j < kRunGroups; j++)
+        store_floats(to + j * (kConsumerThreads * 16), sum + i * kRunValues + 4 * j);
+    }
   }
 };
 

@@ -73,21 +73,30 @@ struct Memory {
   static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
   static constexpr u64 unit_sums = 12 * 16384;
   static constexpr u64 come = sums + kCutUnits * unit_sums;
-  // Of several ranks: [part] what this rank has summed of o or of down, as the residual, and before the first layer the
-  // embeddings, [token][hidden] bf16.
+  // Of several ranks: what each of them has summed of o or of down, of the runs of 32 tokens that this rank adds up:
+  // [rank][part][group of 128 rows][run], a run as in the residual.
   static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
-  static constexpr u64 part_bytes = (u64)kRowGroups * kTokenBlocks * kResidualBytes, embeddings = partial;
-  static constexpr int parts = kRanks == 1 ? 0 : O::told > Down::told ? O::told : Down::told;
+  static constexpr u64 run_bytes = kResidualBytes / 4, own_runs = (kTokenBlocks * 4 + kRanks - 1) / kRanks;
+  static constexpr u64 part_bytes = kRowGroups * own_runs * run_bytes;
+  static constexpr int parts = kRanks == 1 ? 0 : kRanks * (O::told > Down::told ? O::told : Down::told);
+  // [token][hidden] bf16 (kRanks > 1).
+  static constexpr u64 embeddings = partial + parts * part_bytes;
   // [column][row tile of the vocabulary] u64: the best of 16 rows (choice.cuh).
-  static constexpr u64 best = partial + parts * part_bytes;
+  static constexpr u64 best = embeddings + (kRanks == 1 ? 0 : (u64)kColumns * kHidden * 2);
   static constexpr u64 bytes = best + (u64)kMostSamples * kVocabTiles * 8;
-  static_assert(kRanks == 1 || (u64)kColumns * kHidden * 2 <= parts * part_bytes, "there is room for embeddings");
 };
 
 /// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
 LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
   return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * kResidualBytes + token % kTokens / 8 * 4096 +
          tile % 8 * 512;
+}
+
+/// Byte of part `part` of TOLD of what rank `of` has summed of (row tile, run of 32 tokens), of its warp's first thread,
+/// in the inbox of the rank that adds it up.
+template <int TOLD> LP_DEVICE u64 partial_byte(u32 of, u32 part, u32 tile, u32 run) {
+  return Memory::partial + (of * TOLD + part) * Memory::part_bytes +
+         (tile / 8 * Memory::own_runs + run / kRanks) * Memory::run_bytes + tile % 8 * 512;
 }
 
 /// Byte of the best of a row tile of the vocabulary.

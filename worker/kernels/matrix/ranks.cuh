@@ -6,8 +6,8 @@
 // where the lines are meets: launches of one warp, which wait until all ranks have come as far.
 //
 //   memory      writer -> readers                            its next writer waits for
-//   embeddings  the rank that has a token -> all ranks       begun: their joins of the pass before are over
-//   partial     a rank's out, down -> the join of each rank  joined: joins of all ranks have read it
+//   embeddings  the rank that has a token -> all ranks       begun: `embed` of the pass before is over
+//   partial     out, down -> the join of a run's rank        joined: joins of all ranks have read it
 //   x, squares  the join of a run's rank -> all ranks        told: qkv (gate/up), which read x, came before
 //   logits,     a rank's head -> the samplers or choose of   begun: the samplers before it in the stream, or choose,
 //   best        all ranks                                    are over
@@ -74,7 +74,7 @@ LP_DEVICE void tell_embeddings(const Launch& launch) {
   fence_system();
 }
 
-/// Adds what all ranks have summed of P, o or down, to the residual of this rank's runs, in the one order of additions:
+/// Adds what all ranks have told of their sums of P, o or down, to the residual of this rank's runs, in the one order of additions:
 /// the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a row tile.
 template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
   constexpr int PARTS = kRanks * P::told;
@@ -97,8 +97,8 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
       for (int j = 0; j < GROUPS; j++)
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
-          of[j][p] = load_system_16(launch.inbox[p / P::told] + Memory::partial + p % P::told * Memory::part_bytes +
-                                    at + (first + j) * (kConsumerThreads * 16));
+          of[j][p] = load_system_16(launch.words + lane * 16 + (first + j) * (kConsumerThreads * 16) +
+                                    partial_byte<P::told>(p / P::told, p % P::told, tile, token / kRunTokens));
 #pragma unroll
       for (int j = 0; j < GROUPS; j++) {
         const float4 before = residual[(first + j) * kConsumerThreads];

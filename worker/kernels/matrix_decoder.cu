@@ -126,23 +126,32 @@ LP_CUT(matrix_down, Down, down)
   }
 LP_MEET(matrix_meet_begun, matrix::kMeetBegun)
 LP_MEET(matrix_meet_embedded, matrix::kMeetEmbedded)
-LP_MEET(matrix_meet_out, matrix::kMeetOut)
-LP_MEET(matrix_meet_out_joined, matrix::kMeetOutJoined)
-LP_MEET(matrix_meet_down, matrix::kMeetDown)
-LP_MEET(matrix_meet_down_joined, matrix::kMeetDownJoined)
 LP_MEET(matrix_meet_logits, matrix::kMeetLogits)
 LP_VECTORS(matrix_tell_embeddings) {
   launch_dependents();
   wait_launch_before();
   if constexpr (kRanks > 1) matrix::tell_embeddings(launch); else trap();
 }
-LP_VECTORS(matrix_join_out) {
-  launch_dependents();
-  wait_launch_before();
-  if constexpr (kRanks > 1) matrix::join<O>(launch, 2 * layer + 1); else trap();
-}
-LP_VECTORS(matrix_join_down) {
-  launch_dependents();
-  wait_launch_before();
-  if constexpr (kRanks > 1) matrix::join<Down>(launch, 2 * layer + 2); else trap();
-}
+#define LP_JOIN(NAME, MEET, PRODUCT, NORM)                                \
+  LP_VECTORS(NAME) {                                                      \
+    wait_launch_before();                                                 \
+    if constexpr (kRanks > 1) {                                           \
+      matrix::meet<MEET>(launch, layer);                                  \
+      launch_dependents();                                                \
+      matrix::join<PRODUCT>(launch, NORM);                                \
+    } else trap();                                                        \
+  }
+LP_JOIN(matrix_join_out, matrix::kMeetOut, O, 2 * layer + 1)
+LP_JOIN(matrix_join_down, matrix::kMeetDown, Down, 2 * layer + 2)
+#define LP_NORMS_OF_JOINED(NAME, MEET)                                    \
+  LP_VECTORS(NAME) {                                                      \
+    if (blockIdx.x >= matrix::norm_runs(launch)) return;                  \
+    wait_launch_before();                                                 \
+    if constexpr (kRanks > 1) {                                           \
+      matrix::meet<MEET>(launch, layer);                                  \
+      launch_dependents();                                                \
+      matrix::find_norms(launch);                                         \
+    } else trap();                                                        \
+  }
+LP_NORMS_OF_JOINED(matrix_norms_of_joined_out, matrix::kMeetOutJoined)
+LP_NORMS_OF_JOINED(matrix_norms_of_joined_down, matrix::kMeetDownJoined)

@@ -1,9 +1,10 @@
 // Several ranks: they reduce the sums of o and of down by runs of 32 tokens, and gather x. Run i is of rank i % kRanks,
 // which alone keeps its residual. A pass is then
-//   begun | tell_embeddings | embedded | embed
-//   | layers x (norms .. out | told | join_out | joined | norms .. down | told | join_down | joined)
-//   | norms, gather, head | logits | [choose]
-// where the lines are meets: launches of one warp, which wait until all ranks have come as far.
+//   begun | tell_embeddings | embedded | embed, norms
+//   .. out | join_out | norms .. down | join_down | norms .. of each layer, the last norms before gather
+//   .. head | logits | [choose]
+// where the lines are meets, which wait until all ranks have come as far: launches of one warp, or the begin of the
+// launch behind the line (join: told, norms: joined).
 //
 //   memory      writer -> readers                            its next writer waits for
 //   embeddings  the rank that has a token -> all ranks       begun: `embed` of the pass before is over
@@ -18,17 +19,17 @@
 // launches behind that one (system). Tags count layers, and all ranks have the same passes, so a rank's word never goes
 // back; a rank that has gone on shows a later tag.
 //
-// Launches behind a meet begin when it has ended: they would take multiprocessors from ranks that it waits for, where
-// ranks share a GPU, as in tests.
+// Launches behind a meet begin when it is over: they would take multiprocessors from ranks that it waits for, where
+// ranks share a GPU, as in tests. Of joins and norms there are no more blocks than of the products in front of them.
 #pragma once
 
 namespace matrix {
 
 constexpr int kMeetThreads = 32;
 
-/// Says that this rank has come to a meet, and waits for the others. Hosts put launches one by one and may be late at
-/// any of them, so the wait is as long as for the start of a launch. A warp of one block calls it.
-template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer) {
+/// Says that this rank has come to a meet, which block 0 does, and waits for the others. Hosts put launches one by one
+/// and may be late at any of them, so the wait is as long as for the start of a launch. Whole blocks call it.
+template <Meet MEET> LP_DEVICE void meet_others(const Launch& launch, u32 layer) {
   const u32 lane = lane_index(), own = own_rank(launch), tag = launch.epoch + layer;
 #ifdef LP_LATE  // rank 1 begins so many clocks late
   for (const Clocks since = clocks(); MEET == kMeetBegun && own == 1 && clocks() - since < LP_LATE;) {}
@@ -44,7 +45,7 @@ template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer) {
   if (lane < kRanks) {
     constexpr u64 WORDS = Memory::meets + (u64)MEET * kRanks * 16;
     fence_system();
-    store_system_16(launch.inbox[lane] + WORDS + own * 16, tag, stop, 0, 0);
+    if (blockIdx.x == 0) store_system_16(launch.inbox[lane] + WORDS + own * 16, tag, stop, 0, 0);
     const Clocks since = clocks();
     while ((word = load_system_16(launch.inbox[own] + WORDS + lane * 16)).x < tag)
       if (clocks() - since > LIMIT) wait_failed(launch, kSiteRanksMet, tag, word.x, lane);
@@ -52,6 +53,10 @@ template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer) {
   }
   const bool all_stop = !any_lane(lane < kRanks && word.y == 0);
   if (MEET == kMeetLogits && lane == 0) store_system_u32((u32*)(launch.words + Memory::stop), all_stop);
+}
+template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer) {
+  if (warp_index() == 0) meet_others<MEET>(launch, layer);
+  __syncthreads();
 }
 
 /// The rows of the embedding that this rank has in its shard, to all ranks; of shards that no rank has, zeros. A warp

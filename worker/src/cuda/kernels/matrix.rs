@@ -55,17 +55,15 @@ enum Phase {
     MeetBegun,
     TellEmbeddings,
     MeetEmbedded,
-    MeetOut,
     JoinOut,
-    MeetOutJoined,
-    MeetDown,
     JoinDown,
-    MeetDownJoined,
+    NormsOfJoinedOut,
+    NormsOfJoinedDown,
     MeetLogits,
 }
 
 impl Phase {
-    const ALL: [Self; 31] = [
+    const ALL: [Self; 29] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -90,12 +88,10 @@ impl Phase {
         Self::MeetBegun,
         Self::TellEmbeddings,
         Self::MeetEmbedded,
-        Self::MeetOut,
         Self::JoinOut,
-        Self::MeetOutJoined,
-        Self::MeetDown,
         Self::JoinDown,
-        Self::MeetDownJoined,
+        Self::NormsOfJoinedOut,
+        Self::NormsOfJoinedDown,
         Self::MeetLogits,
     ];
 
@@ -125,20 +121,17 @@ impl Phase {
             Self::MeetBegun => "matrix_meet_begun",
             Self::TellEmbeddings => "matrix_tell_embeddings",
             Self::MeetEmbedded => "matrix_meet_embedded",
-            Self::MeetOut => "matrix_meet_out",
             Self::JoinOut => "matrix_join_out",
-            Self::MeetOutJoined => "matrix_meet_out_joined",
-            Self::MeetDown => "matrix_meet_down",
             Self::JoinDown => "matrix_join_down",
-            Self::MeetDownJoined => "matrix_meet_down_joined",
+            Self::NormsOfJoinedOut => "matrix_norms_of_joined_out",
+            Self::NormsOfJoinedDown => "matrix_norms_of_joined_down",
             Self::MeetLogits => "matrix_meet_logits",
         }
     }
 
-    /// Whether it waits for the other ranks, with one block.
+    /// Whether all that it does is to wait for the other ranks, with one block.
     fn meets(self) -> bool {
-        use Phase::{MeetBegun, MeetDown, MeetDownJoined, MeetEmbedded, MeetLogits, MeetOut, MeetOutJoined};
-        matches!(self, MeetBegun | MeetEmbedded | MeetOut | MeetOutJoined | MeetDown | MeetDownJoined | MeetLogits)
+        matches!(self, Self::MeetBegun | Self::MeetEmbedded | Self::MeetLogits)
     }
 
     /// The same by blocks that divide tiles so.
@@ -218,6 +211,7 @@ impl Needs {
         match phase {
             Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
             Phase::Choose | Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
+            Phase::NormsOfJoinedOut | Phase::NormsOfJoinedDown => 0,
             meet if meet.meets() => 0,
             Phase::AttendTiles | Phase::AttendCutTiles => self.tiles_shared,
             Phase::AttendSpans => self.spans_shared,
@@ -401,8 +395,12 @@ impl Steps {
         let (tiles, cut, spans) = (pass.tile_count > 0, pass.cut != 0, pass.span_count > 0);
         let (merges, samples, chooses) = (pass.merge_count > 0, pass.sample_count > 0, pass.stopped != 0);
         let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
+        let [after_out, after_down] = match group {
+            true => [Phase::NormsOfJoinedOut, Phase::NormsOfJoinedDown],
+            false => [Phase::Norms; 2],
+        };
         let layer = [
-            (Phase::Norms, true),
+            (after_down, true),
             (Phase::QueryKeyValue.cut(qkv), true),
             (Phase::HeadNorms, qk_norm),
             (Phase::AttendTiles, tiles && !cut),
@@ -410,15 +408,11 @@ impl Steps {
             (Phase::AttendSpans, spans),
             (Phase::MergeSpans, merges),
             (Phase::AttentionOut.cut(out), true),
-            (Phase::MeetOut, group),
             (Phase::JoinOut, group),
-            (Phase::MeetOutJoined, group),
-            (Phase::Norms, true),
+            (after_out, true),
             (Phase::GateUp, true),
             (Phase::Down.cut(down), true),
-            (Phase::MeetDown, group),
             (Phase::JoinDown, group),
-            (Phase::MeetDownJoined, group),
         ];
         let embed = [
             (Phase::MeetBegun, group),
@@ -427,14 +421,17 @@ impl Steps {
             (Phase::Embed, true),
         ];
         let head = [
-            (Phase::Norms, samples),
+            (after_down, samples),
             (Phase::Gather, samples),
             (Phase::Head, samples && !chooses),
             (Phase::HeadChoose, samples && chooses),
             (Phase::MeetLogits, samples && group),
             (Phase::Choose, samples && chooses),
         ];
-        let of_layers = (0..layers).flat_map(move |of| layer.map(|(phase, runs)| (phase, runs, of)));
+        let of_layer = move |of| {
+            layer.map(|(phase, runs)| (if of == 0 && phase == after_down { Phase::Norms } else { phase }, runs, of))
+        };
+        let of_layers = (0..layers).flat_map(of_layer);
         let all = embed.into_iter().map(|(phase, runs)| (phase, runs, 0)).chain(of_layers);
         let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
         all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
@@ -510,9 +507,8 @@ mod tests {
         let steps = Steps { layers: 1, qk_norm: false, blocks: 132, cuts: [None; 3], group: true };
         let names: Vec<_> = steps.phases(8, &pass).map(|(phase, _)| &phase.name()["matrix_".len()..]).collect();
         let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv", "attend_spans"];
-        let attention = ["out", "meet_out", "join_out", "meet_out_joined", "norms", "gate_up"];
-        let mlp = ["down", "meet_down", "join_down", "meet_down_joined"];
-        assert_eq!(names, [&embed[..], &attention, &mlp, &["norms", "gather", "head", "meet_logits"]].concat());
+        let layer = ["out", "join_out", "norms_of_joined_out", "gate_up", "down", "join_down", "norms_of_joined_down"];
+        assert_eq!(names, [&embed[..], &layer, &["gather", "head", "meet_logits"]].concat());
         let chooses = steps.phases(8, &Pass { stopped: 1, ..pass }).map(|(phase, _)| phase);
         assert!(chooses.skip(names.len() - 2).eq([Phase::HeadChoose, Phase::MeetLogits, Phase::Choose]));
         assert!(steps.phases(8, &pass).all(|(phase, _)| phase.meets() == phase.name().starts_with("matrix_meet")));

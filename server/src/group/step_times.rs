@@ -132,7 +132,9 @@ impl StepTimes {
             (false, Some(&most)) => vec![most],
             _ => sizes,
         };
-        StepRows { sizes, alone, least }
+        let decode = self.decode.known();
+        let decode = decode.map(|(rows, time)| StepSize { rows, time: Duration::from_secs_f64(time) }).collect();
+        StepRows { sizes, decode, alone, least }
     }
 }
 
@@ -307,7 +309,7 @@ mod tests {
         let mut given = timed(None);
         given.is_thrifty = false;
         assert_eq!(rows_of(&given.rows()), [2048], "as many as were asked for");
-        assert_eq!(unknown().rows(), StepRows { sizes: vec![], alone: 64, least: 64 });
+        assert_eq!(unknown().rows(), StepRows { sizes: vec![], decode: vec![], alone: 64, least: 64 });
     }
 
     /// Others had the machine while steps of one size were timed.

@@ -61,7 +61,8 @@ impl Scheduler {
         let prompts = self.prompts_to_compute();
         let begun = prompts.iter().map(|&(_, slot, _)| self.slot(slot));
         let waiting = begun.map(|running| u64::from(running.prefill_end - running.reused)).sum();
-        let mut budget = self.step_rows.of_prompts(decoding, waiting).min(self.max_batch_tokens - decoding);
+        let wanted = self.step_rows.of_prompts(decoding, waiting, self.mix.per_token());
+        let mut budget = wanted.min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];
         let left = prompts.iter().map(|&(.., left)| left).enumerate();
         let short = left.skip(1).filter(|&(_, left)| left <= prompts[0].2 / 2);
@@ -99,6 +100,7 @@ impl Scheduler {
         let running = self.slots[slot as usize].as_mut().expect("the index of running sequences names slots in use");
         plan.prefill.push(PrefillChunk { slot, start: running.prefilled, len: rows });
         running.prefilled += rows;
+        self.mix.plan(rows);
         if running.decodes() {
             running.decodes_from = plan.version;
             self.prompts -= 1;

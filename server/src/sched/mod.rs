@@ -46,6 +46,7 @@ pub use request::{FinishReason, GeneratedToken, SamplingParams, SequenceRequest,
 use sequence::{Phase, Running, Sequence, Turn};
 pub use shares::{MAX_WEIGHT, PRIORITIES, PRIORITY_TOKENS, Standing, leaves_room};
 use shares::{Shares, most_of};
+use step_rows::Mix;
 pub use step_rows::{StepRows, StepSize};
 use trial::Trials;
 
@@ -86,6 +87,8 @@ pub struct Scheduler {
     max_batch_tokens: u32,
     /// Bounds on those of a step with prompts.
     step_rows: StepRows,
+    /// What they were made of.
+    mix: Mix,
     /// What steps of the group take.
     step_times: Vec<StepTime>,
     preemptions: u64,
@@ -152,6 +155,7 @@ impl Scheduler {
             next_sequence: 1,
             max_batch_tokens: 0,
             step_rows: StepRows::default(),
+            mix: Mix::default(),
             step_times: Vec::new(),
             preemptions: 0,
             #[cfg(test)]
@@ -384,6 +388,7 @@ impl Scheduler {
             return Err("an outcome without a group".into());
         }
         self.pipeline.report(&outcome)?;
+        self.mix.step(outcome.tokens.len());
         for token in outcome.prompt {
             if let Some(sequence) = self.sequences.get_mut(&token.sequence) {
                 sequence.take_prompt_token(token);

@@ -6,9 +6,11 @@ use std::time::Duration;
 /// there are such.
 const PROMPT_WAIT: Duration = Duration::from_millis(250);
 /// They bring prompts at no less than this of the best rate, or few would wait for long.
-const CALM: f64 = 0.6;
+const CALM: f64 = 0.55;
 /// And are no larger once they bring them at so much of it.
 const ENOUGH: f64 = 0.95;
+/// And by so many times as much as by the best size do they prolong the mean time between tokens, at most.
+const SLACK: f64 = 1.1;
 /// A size is not taken if a larger one, which takes at most so many times as long, brings so many times the rate.
 /// Passes compute blocks of rows in rounds of the device, so that some sizes fill none.
 const HARDLY_LONGER: f64 = 1.25;
@@ -28,6 +30,8 @@ pub struct StepSize {
 pub struct StepRows {
     /// Where sequences decode beside: one of these, ascending.
     pub sizes: Vec<StepSize>,
+    /// What steps take in which all rows decode, ascending; of more rows, as the last. Empty: that is not known.
+    pub decode: Vec<StepSize>,
     /// Where none decodes.
     pub alone: u32,
     /// Of prompts at least, however many sequences decode: prompts go on, too. At least 1.
@@ -35,12 +39,14 @@ pub struct StepRows {
 }
 
 impl StepRows {
-    /// Rows of prompts beside `decoding` rows, where prompts of `waiting` tokens in all are not computed to their end.
+    /// Rows of prompts beside `decoding` rows, where prompts of `waiting` tokens in all are not computed to their end,
+    /// and `per_token` rows of prompts were computed lately for each token.
     ///
     /// Those who decode wait less in short steps, and those whose prompts wait in long ones, which compute more rows a
-    /// second. So it is the smallest size in which prompts do not wait for long, or none brings more; and half of its
-    /// rows at least are theirs.
-    pub(super) fn of_prompts(&self, decoding: u32, waiting: u64) -> u32 {
+    /// second, so that fewer steps have any. So it is the smallest size in which prompts do not wait for long, or none
+    /// brings more; which does not prolong the mean time between tokens by much; and half of its rows at least are
+    /// theirs.
+    pub(super) fn of_prompts(&self, decoding: u32, waiting: u64, per_token: f64) -> u32 {
         if decoding == 0 {
             return self.alone.max(self.least);
         }
@@ -50,12 +56,25 @@ impl StepRows {
             let larger = |other: &&StepSize| other.rows > size.rows && other.time <= size.time.mul_f64(HARDLY_LONGER);
             self.sizes.iter().filter(larger).any(|larger| rate(larger) >= OUTDONE * rate(size))
         };
-        let is_fit = |size: &&StepSize| size.rows / 2 >= decoding && rate(size) >= CALM * best && !is_outdone(size);
+        let has_half = |size: &&StepSize| size.rows / 2 >= decoding;
+        let pace = |size: &StepSize| self.pace(size, decoding, per_token);
+        let quickest = self.sizes.iter().filter(has_half).map(pace).fold(f64::INFINITY, f64::min);
+        let is_fit = |size: &&StepSize| {
+            has_half(size) && rate(size) >= CALM * best && pace(size) <= SLACK * quickest && !is_outdone(size)
+        };
         let is_enough =
             |size: &&StepSize| rate(size) * PROMPT_WAIT.as_secs_f64() >= waiting as f64 || rate(size) >= ENOUGH * best;
         let mut fit = self.sizes.iter().filter(is_fit);
         let size = fit.clone().find(is_enough).or_else(|| fit.next_back()).or(self.sizes.last());
         size.map_or(0, |size| size.rows.saturating_sub(decoding)).max(self.least)
+    }
+
+    /// The mean time between tokens in seconds, if as many steps have prompts as these need.
+    fn pace(&self, size: &StepSize, decoding: u32, per_token: f64) -> f64 {
+        let known = self.decode.iter().find(|step| step.rows >= decoding).or(self.decode.last());
+        let Some(decode) = known else { return 0.0 };
+        let with_prompts = per_token * f64::from(decoding) / f64::from(size.rows.saturating_sub(decoding).max(1));
+        with_prompts * size.time.as_secs_f64() + (1.0 - with_prompts).max(0.0) * decode.time.as_secs_f64()
     }
 }
 
@@ -63,6 +82,34 @@ impl Default for StepRows {
     /// No bound but that of any step.
     fn default() -> Self {
         let any = StepSize { rows: u32::MAX, time: Duration::from_secs(1) };
-        Self { sizes: vec![any], alone: u32::MAX, least: 1 }
+        Self { sizes: vec![any], decode: Vec::new(), alone: u32::MAX, least: 1 }
+    }
+}
+
+/// Of the last few hundred steps: tokens that were computed of prompts, and tokens that were generated.
+#[derive(Debug, Default)]
+pub(super) struct Mix {
+    prompts: f64,
+    generated: f64,
+}
+
+impl Mix {
+    /// Steps after which one counts for a third of what it did.
+    const REMEMBERED: f64 = 512.0;
+
+    /// Rows of prompts were planned.
+    pub(super) fn plan(&mut self, prompts: u32) {
+        self.prompts += f64::from(prompts);
+    }
+
+    /// A step generated so many tokens.
+    pub(super) fn step(&mut self, generated: usize) {
+        self.prompts -= self.prompts / Self::REMEMBERED;
+        self.generated += generated as f64 - self.generated / Self::REMEMBERED;
+    }
+
+    /// Rows of prompts for each token.
+    pub(super) fn per_token(&self) -> f64 {
+        self.prompts / self.generated.max(1.0)
     }
 }

@@ -254,7 +254,7 @@ impl Run {
         let prompts: u32 = plan.prefill.iter().map(|chunk| chunk.len).sum();
         let is_prompt = |slot: &&u32| plan.prefill.iter().any(|chunk| chunk.slot == **slot);
         let decoding = (plan.decode.len() - plan.decode.iter().filter(is_prompt).count()) as u32;
-        let StepRows { sizes, alone, least } = &self.rows;
+        let StepRows { sizes, alone, least, .. } = &self.rows;
         let most = sizes.last().map_or(0, |size| size.rows.saturating_sub(decoding));
         let most = if decoding == 0 { *alone } else { most };
         assert!(prompts <= most.max(*least), "{prompts} rows of prompts beside {decoding}, {:?}", self.rows);
@@ -293,7 +293,7 @@ impl Run {
         sizes.sort_unstable();
         let size = |rows| StepSize { rows, time: Duration::from_millis(u64::from(5 + rows)) };
         let sizes = sizes.into_iter().map(size).collect();
-        self.rows = StepRows { sizes, alone: rows(), least: 1 + rows() / 4 };
+        self.rows = StepRows { sizes, decode: vec![size(1), size(8)], alone: rows(), least: 1 + rows() / 4 };
         self.scheduler.limit_step_rows(self.rows.clone());
     }
 

@@ -354,7 +354,7 @@ fn a_stream_of_short_prompts_slows_a_long_one_by_half_at_most() {
     let limits = Limits { max_slots: 32, max_batch_tokens: 64, ..Limits::default() };
     let shape = shape(&limits, 4000);
     let mut scheduler = scheduler(limits, 4000);
-    scheduler.limit_step_rows(StepRows { sizes: sizes([(16, 10), (40, 12)]), alone: 48, least: 8 });
+    scheduler.limit_step_rows(StepRows { sizes: sizes([(16, 10), (40, 12)]), decode: vec![], alone: 48, least: 8 });
     let mut worker = FakeWorker::new(shape);
     // Some decode all the time, and as many short ones come as may.
     let decoding: Vec<u64> = (0..4).map(|seed| submit(&mut scheduler, seed, 1, 900).unwrap()).collect();
@@ -390,7 +390,7 @@ fn sizes<const N: usize>(sizes: [(u32, u64); N]) -> Vec<StepSize> {
 fn the_owner_bounds_the_rows_of_steps_with_prompts() {
     let limits = Limits { max_slots: 8, max_batch_tokens: 128, plans_ahead: 99, ..Limits::default() };
     let mut scheduler = scheduler(limits, 600);
-    let rows = StepRows { sizes: sizes([(30, 10)]), alone: 40, least: 3 };
+    let rows = StepRows { sizes: sizes([(30, 10)]), decode: vec![], alone: 40, least: 3 };
     scheduler.limit_step_rows(rows.clone());
     submit(&mut scheduler, 1, 40, 9).unwrap();
     assert_eq!(prompt_rows(&mut scheduler), [(0, 40)], "nobody decodes");
@@ -411,10 +411,10 @@ fn steps_are_as_large_as_those_who_wait_need() {
     // An 8B model on an H200.
     let sizes = [(64, 5), (128, 7), (256, 9), (384, 13), (512, 14), (768, 23), (1024, 25), (1536, 37), (2048, 49)];
     let sizes = self::sizes(sizes);
-    let rows = StepRows { sizes, alone: 2048, least: 64 };
+    let rows = StepRows { sizes, decode: vec![], alone: 2048, least: 64 };
     for (decoding, waiting, wanted, why) in [
         (0, 9000, 2048, "nobody decodes"),
-        (1, 1, 256, "128 rows would bring less than 0.6 of the best rate"),
+        (1, 1, 256, "128 rows would bring less than 0.55 of the best rate"),
         (14, 6000, 256, "are computed within 250 ms"),
         (14, 8000, 512, "are not, but in steps of 512; 384 take nearly as long"),
         (14, 9000, 1024, "nor in these; larger ones bring hardly more rows a second"),
@@ -425,8 +425,34 @@ fn steps_are_as_large_as_those_who_wait_need() {
         (1100, 60_000, 2048, "half of no step is for prompts"),
         (2040, 60_000, 2104, "prompts go on, too"),
     ] {
-        assert_eq!(rows.of_prompts(decoding, waiting), wanted - decoding, "{decoding} decode, {waiting} wait: {why}");
+        assert_eq!(
+            rows.of_prompts(decoding, waiting, 8.0),
+            wanted - decoding,
+            "{decoding} decode, {waiting} wait: {why}"
+        );
     }
+}
+
+#[test]
+fn steps_with_prompts_are_so_large_that_others_are_many_and_quick() {
+    // An 8B model on four H200, whose steps with prompts take long even if these are short.
+    let sizes =
+        [(64, 23), (128, 46), (256, 54), (384, 71), (512, 78), (768, 106), (1024, 128), (1536, 181), (2048, 217)];
+    let decode = [(1, 10), (8, 12), (32, 18), (64, 23), (128, 46)];
+    let rows = StepRows { sizes: self::sizes(sizes), decode: self::sizes(decode), alone: 2048, least: 64 };
+    for (decoding, per_token, wanted, why) in [
+        (60, 0.0, 512, "prompts are rare: a step of 512 rows is one of few"),
+        (60, 0.5, 512, "still"),
+        (60, 8.0, 1024, "of 512 rows all steps have prompts, and tokens come more slowly than in these"),
+        (30, 8.0, 1024, "512 would be slower by a seventh"),
+        (30, 1.0, 512, "by a fiftieth"),
+        (60, 100.0, 2048, "nearly all that is computed is prompts"),
+    ] {
+        let found = rows.of_prompts(decoding, 100, per_token) + decoding;
+        assert_eq!(found, wanted, "{decoding} decode, {per_token} rows of prompts a token: {why}");
+    }
+    let unknown = StepRows { decode: vec![], ..rows };
+    assert_eq!(unknown.of_prompts(60, 100, 8.0), 512 - 60, "what other steps take is not known");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::sched::fake_worker::{FakeWorker, Shape, expected, mix, request};
 use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, Standing, SubmitError};
 
 /// Schedules that CI runs.
-const SCHEDULES: u64 = 100_000;
+const SCHEDULES: u64 = 30_000;
 const MS: fn(u64) -> Duration = Duration::from_millis;
 
 struct Rng(u64);

@@ -49,6 +49,8 @@ impl Width {
 /// What it costs that rows of a sequence read its pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Attention {
+    /// Ranks of the group.
+    pub ranks: usize,
     /// Query heads of a KV head.
     pub queries_per_kv: usize,
     /// Each time that a page is read, all layers and KV heads of it, in the unit of [`Width::time`] / 1000.
@@ -56,15 +58,15 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Of a model, or a rank, that streams so many bytes of weights, and has so many in a page.
+    /// Of a model, or one of `ranks` ranks, that streams so many bytes of weights, and has so many in a page.
     ///
     /// 8B on an H200: 64 rows of a sequence at 16 000 positions, which 16 groups read, take 12.3 ms more in a wide pass
     /// than at 500.
-    pub fn of(queries_per_kv: usize, page_bytes: u64, stream_bytes: u64) -> Self {
+    pub fn of(ranks: usize, queries_per_kv: usize, page_bytes: u64, stream_bytes: u64) -> Self {
         const NS_OF_8B: f64 = 3100.0;
         const PAGE_SHARE_OF_8B: f64 = 8_388_608.0 / 15.0e9;
         let share = page_bytes as f64 / stream_bytes.max(1) as f64;
-        Self { queries_per_kv, page_ns: (NS_OF_8B * share / PAGE_SHARE_OF_8B) as u64 }
+        Self { ranks, queries_per_kv, page_ns: (NS_OF_8B * share / PAGE_SHARE_OF_8B) as u64 }
     }
 
     /// Rows of a sequence that read a page together, at most, in passes of a width.
@@ -72,6 +74,8 @@ impl Attention {
         let columns = match (width.bounds, width.columns) {
             // Tiles, whose spans are computed side by side.
             (Some(_), _) => 1024,
+            // `kTogether` in kernels/narrow/shared_memory.cuh: narrow kernels of larger groups read for each row.
+            (None, 0..=8) if self.ranks > 2 => return 1,
             // A tile for each of four warps.
             (None, 0..=8) => 32,
             (None, _) => 16,

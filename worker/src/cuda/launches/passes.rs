@@ -129,7 +129,7 @@ mod tests {
     const BOUNDS: Bounds = Bounds { samples: 100, spans: 50, window: None };
     const MATRIX: [Width; 1] = [Width { block_us: 2800, bounds: Some(BOUNDS), ..Width::fixed(1024, 4000) }];
 
-    const ATTENTION: Attention = Attention { queries_per_kv: 4, page_ns: 3100 };
+    const ATTENTION: Attention = Attention { ranks: 1, queries_per_kv: 4, page_ns: 3100 };
 
     /// Without matrix passes, as for steps of few rows.
     fn all() -> Vec<Width> {
@@ -213,18 +213,22 @@ mod tests {
     /// Rows of several sequences, (first position, rows) each.
     #[test]
     fn rows_of_a_sequence_far_on_are_computed_where_they_share_its_pages() {
-        let passes = Passes::new(&mixed(), 2048, ATTENTION);
-        let columns = |sequences: &[(u32, u32)]| {
+        let columns_of = |passes: &Passes, sequences: &[(u32, u32)]| {
             let rows = (0..).zip(sequences).flat_map(|(slot, &(first, len))| {
                 (first..first + len).map(move |position| LaunchRow { slot, position, ..LaunchRow::default() })
             });
             passes.columns_for(&rows.collect::<Vec<_>>())
         };
+        let passes = Passes::new(&mixed(), 2048, ATTENTION);
+        let columns = |sequences: &[(u32, u32)]| columns_of(&passes, sequences);
         assert_eq!(columns(&[(100, 1)]), 1);
         assert_eq!((columns(&[(100, 8)]), columns(&[(4000, 8)])), (8, 8));
         assert_eq!((columns(&[(12_000, 8)]), columns(&[(12_000, 1); 8])), (8, 8));
         assert_eq!((columns(&[(1000, 64)]), columns(&[(2000, 64)])), (64, 1024));
         assert_eq!((columns(&[(9000, 64)]), columns(&[(16_000, 64)])), (1024, 1024));
+        // Narrow kernels of four ranks read the pages for each row.
+        let of_four = Passes::new(&mixed(), 2048, Attention { ranks: 4, ..ATTENTION });
+        assert_eq!([100, 8000].map(|position| columns_of(&of_four, &[(position, 8)])), [8, 32]);
         // The row that decodes has room for one of its two spans at most.
         let bounds = Bounds { spans: 1, ..BOUNDS };
         let narrow_room = [&all()[..], &[Width { bounds: Some(bounds), ..MATRIX[0] }]].concat();

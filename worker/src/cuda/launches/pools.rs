@@ -118,7 +118,12 @@ impl Memory {
             rows: request.max_batch_tokens + request.max_slots,
             item_words,
             kernel_vocab: layout.logits(),
-            attention: Attention::of(rank.heads.len() / rank.kv_heads.len(), kv_page, layout.bytes() as u64),
+            attention: Attention::of(
+                layout.ranks(),
+                rank.heads.len() / rank.kv_heads.len(),
+                kv_page,
+                layout.bytes() as u64,
+            ),
             wait_limit: request.wait_limit,
         };
         let table = request.max_slots * slot_pages * 4 + sizes.rows * size_of::<Row>() + item_words * 4;

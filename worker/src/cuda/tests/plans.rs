@@ -300,7 +300,7 @@ impl Fake {
             finished: true,
             last_step: 0,
             widths,
-            passes: Passes::new(widths, BATCH_TOKENS, Attention { queries_per_kv: 4, page_ns: 1 }),
+            passes: Passes::new(widths, BATCH_TOKENS, Attention { ranks: 1, queries_per_kv: 4, page_ns: 1 }),
             log,
         }
     }

@@ -38,7 +38,7 @@ fn paths(layout: &Layout) -> Vec<String> {
     let variants: Vec<Variant> = variants_of(layout).into_iter().chain(matrix_of(layout, ROWS[7])).collect();
     let bounds = |design| if design == Design::Matrix { Some(BOUNDS) } else { None };
     let widths: Vec<Width> = variants.iter().map(|of| Width { bounds: bounds(of.design), ..of.width }).collect();
-    let passes = Passes::new(&widths, ROWS[7], Attention { queries_per_kv: 4, page_ns: 3100 });
+    let passes = Passes::new(&widths, ROWS[7], Attention { ranks: 1, queries_per_kv: 4, page_ns: 3100 });
     let path = |count: usize| {
         let row = |slot, sample| Row { slot, token: 0, position: 5, sample };
         let prompt: Vec<Row> = (1..=count).map(|of| row(0, of == count)).collect();

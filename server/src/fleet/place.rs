@@ -228,7 +228,7 @@ impl Place {
             EngineState::Loading(words) => EngineState::Loading(format!("host {host}: {words}")),
             // Only this server's own end is shown as that.
             EngineState::Draining => EngineState::Loading(format!("host {host} is shutting down")),
-            EngineState::Failed(why) => EngineState::Loading(format!("host {host} has failed: {why}")),
+            EngineState::Failed(why) => return self.lost(&format!("its workers are given up: {why}")),
         };
         session.status = status;
         self.show(state);
@@ -311,7 +311,9 @@ impl Place {
     fn beat(&mut self) {
         if self.session.is_none() {
             if self.lost_at.is_some_and(|at| at.elapsed() >= AWAITED) {
-                self.fail_all(&format!("the host that computed it was lost, and none has joined for {AWAITED:?}"));
+                self.fail_all(&format!(
+                    "the workers that computed it were lost, and no host has joined for {AWAITED:?}"
+                ));
             }
             return;
         }

@@ -15,7 +15,7 @@ use super::*;
 use crate::engine::{
     EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceStream, Standing, SubmitError, Unwanted,
 };
-use crate::group::fake::{FakeLauncher, Script};
+use crate::group::fake::{FakeLauncher, Script, Trouble};
 use crate::group::tests::{config, read, submit, until};
 use crate::group::{Common, GroupConfig};
 use crate::listener::StopSignal;
@@ -189,10 +189,22 @@ impl Host {
     }
 
     async fn start_with(front: &FrontEnd, port: u16, word: &str, vocabulary_digest: String, script: Script) -> Self {
+        Self::start_as(front, port, word, vocabulary_digest, config(1), move |_| script.clone()).await
+    }
+
+    /// `script` is asked with the number of a start of the workers, from 0.
+    async fn start_as(
+        front: &FrontEnd,
+        port: u16,
+        word: &str,
+        vocabulary_digest: String,
+        config: GroupConfig,
+        script: impl Fn(u32) -> Script + Send + Sync + 'static,
+    ) -> Self {
         let secrets = HostSecrets::load(None, token(&front.dir, &format!("token-{word}"), word)).unwrap();
         let common = Arc::new(Common::new(Duration::from_secs(600)));
-        let launcher = FakeLauncher::new(1, move |_, _| script.clone());
-        let (handle, replicas) = router::spawn(config(1), &common, Vec::new(), |_| launcher.clone()).unwrap();
+        let launcher = FakeLauncher::new(1, move |start, _| script(start));
+        let (handle, replicas) = router::spawn(config, &common, Vec::new(), |_| launcher.clone()).unwrap();
         let stop = StopSignal::default();
         let drain = Duration::from_secs(30);
         let join_config = JoinConfig { front: "127.0.0.1".into(), port, secrets, vocabulary_digest, drain };
@@ -350,6 +362,63 @@ async fn a_host_that_is_shut_down_ends_what_it_has_and_is_no_loss() {
     assert_eq!(host.end().await, Ok(()));
     front.until(1, |state| matches!(state, EngineState::Loading(words) if words.contains("has left"))).await;
     assert_eq!(front.handle.replicas()[1].metrics.losses.get(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_messages_of_a_host_that_leaves_are_read_over_a_slow_network() {
+    let front = FrontEnd::start(1, 1).await;
+    front.ready(0).await;
+    let proxy = Proxy::to(front.port).await;
+    let mut host = Host::start(&front, proxy.port).await;
+    front.ready(1).await;
+    let before = front.prompted(0);
+    // One on each: that of the host is under way to its end as it leaves.
+    let streams = many(&front, 2, 40).await;
+    proxy.net.send_replace(Net::Up(Duration::from_millis(300)));
+    host.stop.drain.cancel();
+    all_whole(streams).await;
+    assert_eq!(host.end().await, Ok(()));
+    assert!(front.prompted(0) - before < 8, "a prompt is not computed again: {}", front.prompted(0) - before);
+    assert_eq!(front.handle.replicas()[1].metrics.losses.get(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sequences_of_a_host_whose_workers_are_given_up_go_on_elsewhere() {
+    let front = FrontEnd::start(1, 1).await;
+    front.ready(0).await;
+    let mut config = config(1);
+    config.timeouts.loss_window = Duration::from_millis(100);
+    let script = |start| match start {
+        0 => Script { after: Some((60, Trouble::Exit)), ..slow() },
+        _ => Script { exits_at_once: true, ..slow() },
+    };
+    let mut host = Host::start_as(&front, front.port, "secret", String::new(), config, script).await;
+    front.ready(1).await;
+    let streams = many(&front, 8, 100).await;
+    let lost = |state: &EngineState| matches!(state, EngineState::Loading(words) if words.contains("are given up"));
+    front.until(1, lost).await;
+    all_whole(streams).await;
+    let ended = host.end().await;
+    assert!(matches!(&ended, Err(HostError::Engine(why)) if why.contains("failed 3 times in a row")), "{ended:?}");
+    assert_eq!(front.handle.replicas()[1].metrics.losses.get(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_next_host_cannot_hold_fails_by_name_and_the_rest_goes_on() {
+    let front = FrontEnd::start(0, 1).await;
+    let host = Host::start(&front, front.port).await;
+    front.ready(0).await;
+    let long = submit(&front.handle, request(1, 5, 200, vec![])).await.unwrap();
+    let short = many(&front, 1, 50).await;
+    drop(host);
+    front.until(0, |state| matches!(state, EngineState::Loading(_))).await;
+    // Room for 100 positions.
+    let script = Script { kv_pages: 24, ..slow() };
+    let _host = Host::start_with(&front, front.port, "secret", String::new(), script).await;
+    let (_, end) = timeout(LIMIT, read(long)).await.unwrap();
+    let SequenceEvent::Failed(why) = end else { panic!("{end:?}") };
+    assert!(why.contains("the context of the next, 127.0.0.1:") && why.contains("is too small for it"), "{why}");
+    all_whole(short).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -10,6 +10,7 @@
 //!
 //! [`EngineHandle`]: crate::engine::EngineHandle
 
+mod first;
 mod host;
 mod listen;
 mod place;
@@ -40,6 +41,8 @@ const MOST_SILENT: u32 = 5;
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of a message: the longest prompt with log-probabilities of all of its tokens stays below.
 const MOST_MESSAGE_BYTES: usize = 256 << 20;
+/// Bytes of a host's first message.
+const MOST_HELLO_BYTES: u32 = 64 << 10;
 /// Bytes that may be under way to a receiver: a long prompt crosses in few round trips.
 const WINDOW_BYTES: u32 = 4 << 20;
 

@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Request, Status, Streaming};
 
 use super::super::wire::{self, HostStatus, Malformed, Passed};
 use super::super::{BEAT, HELLO_LIMIT, MOST_SILENT, VERSION, with_causes};
@@ -92,7 +92,6 @@ async fn say_hello(
     let mut client = dial(config).await.map_err(lost)?;
     let hello = Hello {
         version: VERSION,
-        token: config.secrets.current().token.show(),
         model: engine.model().map(|model| wire::model(&model)),
         vocabulary_digest: config.vocabulary_digest.clone(),
         status: Some(wire::status(status(engine, false))),
@@ -113,8 +112,10 @@ async fn say_hello(
             }
         }
     };
+    let mut call = Request::new(ReceiverStream::new(outgoing));
+    config.secrets.current().token.show(call.metadata_mut());
     let welcomed = timeout(HELLO_LIMIT, async {
-        let mut messages = client.join(ReceiverStream::new(outgoing)).await?.into_inner();
+        let mut messages = client.join(call).await?.into_inner();
         match messages.message().await? {
             Some(FrontMessage { message: Some(front_message::Message::Welcome(Welcome { replica })) }) => {
                 Ok((messages, replica))
@@ -358,32 +359,31 @@ impl Ways {
         let mut has_ended = false;
         while !has_ended {
             let now = *wish.borrow_and_update();
-            let events = match now {
+            match now {
                 Wish::LetGo(because) => {
                     stream.let_go(because);
                     break;
                 }
-                Wish::Hold => None,
-                Wish::Send => tokio::select! {
-                    first = stream.next_event() => Some(more(first, &mut stream).await),
-                    changed = wish.changed() => match changed {
-                        Ok(()) => continue,
-                        Err(_) => break,
-                    },
-                },
-            };
-            match events {
                 // Whoever wishes goes with the session, as this does.
-                None => {
+                Wish::Hold => {
                     if wish.changed().await.is_err() {
                         break;
                     }
                 }
-                Some((events, is_last)) => {
-                    if matches!(events.last(), Some(Passed::Failed(_))) && self.is_given_up() {
+                Wish::Send => {
+                    let first = tokio::select! {
+                        first = stream.next_event() => first,
+                        changed = wish.changed() => match changed {
+                            Ok(()) => continue,
+                            Err(_) => break,
+                        },
+                    };
+                    let told = more(first, &mut stream).await;
+                    let Some((events, is_last)) = told.filter(|(events, _)| !self.is_for_want_of_workers(events))
+                    else {
                         // The stream is about to end: at the front end it goes on elsewhere.
                         return std::future::pending().await;
-                    }
+                    };
                     let events = Events { sequence: number, events: events.into_iter().map(wire::event).collect() };
                     send(&self.to_front, host_message::Message::Events(events)).await;
                     has_ended = is_last;
@@ -393,32 +393,34 @@ impl Ways {
         self.wishes.forget(number);
     }
 
-    /// No workers are left here.
-    fn is_given_up(&self) -> bool {
-        self.engine.replicas().iter().all(|replica| replica.state.borrow().is_failed())
+    /// The end is that no workers are left here.
+    fn is_for_want_of_workers(&self, events: &[Passed]) -> bool {
+        let is_failed = matches!(events.last(), Some(Passed::Failed(_)));
+        is_failed && self.engine.replicas().iter().all(|replica| replica.state.borrow().is_failed())
     }
 }
 
-/// An event and those that are there by now, up to a token or the end; whether that is the end.
-async fn more(first: Option<SequenceEvent>, stream: &mut SequenceStream) -> (Vec<Passed>, bool) {
+/// An event and those that are there by now, up to a token or the end; whether that is the end. None if the engine is
+/// gone.
+async fn more(first: Option<SequenceEvent>, stream: &mut SequenceStream) -> Option<(Vec<Passed>, bool)> {
     let (mut events, mut next) = (Vec::new(), first);
     loop {
-        let is_token = matches!(next, Some(SequenceEvent::Token(_)));
-        let is_last = matches!(next, Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_)) | None);
-        let gone = || SequenceEvent::Failed("the engine of its host ended".into());
-        events.push(next.unwrap_or_else(gone).into());
+        let event = next?;
+        let is_token = matches!(event, SequenceEvent::Token(_));
+        let is_last = matches!(event, SequenceEvent::Finished(_) | SequenceEvent::Failed(_));
+        events.push(event.into());
         if is_last {
-            return (events, true);
+            return Some((events, true));
         }
         next = if !is_token {
             // A prompt or drafts are told with the token that follows them at once.
             stream.next_event().await
         } else if events.len() >= MOST_EVENTS {
-            return (events, false);
+            return Some((events, false));
         } else {
             match stream.next_event().now_or_never() {
                 Some(next) => next,
-                None => return (events, false),
+                None => return Some((events, false)),
             }
         };
     }

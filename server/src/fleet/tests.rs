@@ -5,15 +5,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use looplane_proto::fleet::v1::fleet_client::FleetClient;
+use looplane_proto::fleet::v1::{Answer, Events, FrontMessage, Hello, HostMessage, front_message, host_message};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::{Code, Request, Status, Streaming};
 
+use super::wire::{HostStatus, Passed};
 use super::*;
+use crate::drafts::DraftStep;
 use crate::engine::{
-    EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceStream, Standing, SubmitError, Unwanted,
+    EngineHandle, EngineState, FinishReason, GeneratedToken, Load, ModelInfo, SequenceEvent, SequenceStream, Standing,
+    SubmitError, Unwanted,
 };
 use crate::group::fake::{FakeLauncher, Script, Trouble};
 use crate::group::tests::{config, read, submit, until};
@@ -463,6 +470,121 @@ async fn what_does_not_fit_is_refused_on_both_ends_and_a_full_house_is_asked_aga
     second.idle().await;
     assert!(!second.ended.as_ref().unwrap().is_finished());
     second.stop.drain.cancel();
+}
+
+/// Calls `Join` as no host of ours does: with this token, and what comes out of a channel.
+async fn call(
+    front: &FrontEnd,
+    word: &str,
+    outgoing: mpsc::UnboundedReceiver<HostMessage>,
+) -> Result<Streaming<FrontMessage>, Status> {
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://127.0.0.1:{}", front.port)).unwrap();
+    let mut client = FleetClient::new(channel.connect().await.unwrap());
+    let mut call = Request::new(UnboundedReceiverStream::new(outgoing));
+    call.metadata_mut().insert("authorization", format!("Bearer {word}").parse().unwrap());
+    let messages = client.join(call).await?.into_inner();
+    // The connection lives as long as the client.
+    tokio::spawn(async move {
+        let _client = client;
+        sleep(LIMIT).await;
+    });
+    Ok(messages)
+}
+
+/// The hello of a host that fits, of which the vocabulary's digest, which is looked at last, has so many bytes.
+fn hello(vocabulary_bytes: usize) -> HostMessage {
+    let model = ModelInfo {
+        model_digest: "digest".into(),
+        architecture: "FakeForCausalLM".into(),
+        vocab_size: 1000,
+        max_context: 260,
+        tensor_parallel: 1,
+        bit_domain: "fake".into(),
+    };
+    let status = HostStatus { state: EngineState::Ready, load: Load::default(), page_positions: 4, kv_bytes: 0 };
+    say(host_message::Message::Hello(Hello {
+        version: VERSION,
+        model: Some(wire::model(&model)),
+        vocabulary_digest: "a".repeat(vocabulary_bytes),
+        status: Some(wire::status(status)),
+    }))
+}
+
+fn say(message: host_message::Message) -> HostMessage {
+    HostMessage { message: Some(message) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_message_is_read_without_the_token_and_none_that_is_long_before_a_host_has_its_place() {
+    let front = FrontEnd::start(0, 1).await;
+    let (to_front, outgoing) = mpsc::unbounded_channel();
+    // Nothing is ever said, and yet there is an answer: the token is looked at before.
+    let refused = timeout(HELLO_LIMIT / 2, call(&front, "wrong", outgoing)).await.unwrap().unwrap_err();
+    assert_eq!((refused.code(), refused.message().contains("the token is wrong")), (Code::Unauthenticated, true));
+    drop(to_front);
+    for (bytes, code, says) in [
+        (64 << 10, Code::InvalidArgument, "bytes, and may have 65536"),
+        (63 << 10, Code::FailedPrecondition, "texts of the tokens"),
+    ] {
+        let (to_front, outgoing) = mpsc::unbounded_channel();
+        to_front.send(hello(bytes)).unwrap();
+        let refused = call(&front, "secret", outgoing).await.unwrap_err();
+        assert!(refused.code() == code && refused.message().contains(says), "{refused}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_says_what_no_engine_would_is_lost_and_both_ends_say_why() {
+    let front = FrontEnd::start(0, 1).await;
+    let event = |event| wire::event(event);
+    let token = |id| event(Passed::Token(GeneratedToken { id, logprob: None, top: Vec::new() }));
+    let drafts = |drafted, accepted| event(Passed::Drafts(DraftStep { drafted, accepted }));
+    let much = Load { waiting: u64::MAX, ..Load::default() };
+    let status = HostStatus { state: EngineState::Ready, load: much, page_positions: 4, kv_bytes: 0 };
+    let events = |events| host_message::Message::Events(Events { sequence: 0, events });
+    for (message, says) in [
+        (events(vec![drafts(u32::MAX, 0), token(1)]), "0 of 4294967295 drafts accepted, where a step has 32"),
+        (events(vec![token(1000)]), "token 1000 of a vocabulary of 1000"),
+        (events((0..21).map(token).collect()), "21 tokens, where 20 were asked for"),
+        (host_message::Message::Status(wire::status(status)), "a load that a host can have"),
+    ] {
+        let (to_front, outgoing) = mpsc::unbounded_channel();
+        to_front.send(hello(0)).unwrap();
+        let mut messages = call(&front, "secret", outgoing).await.unwrap();
+        front.ready(0).await;
+        let asked = tokio::spawn({
+            let handle = front.handle.clone();
+            async move { submit(&handle, request(1, 5, 20, vec![])).await }
+        });
+        let submitted = loop {
+            match messages.message().await.unwrap().unwrap().message {
+                Some(front_message::Message::Submit(submitted)) => break submitted,
+                _ => continue,
+            }
+        };
+        let answer = Answer { submission: submitted.submission, refused: None };
+        to_front.send(say(host_message::Message::Answer(answer))).unwrap();
+        let stream = asked.await.unwrap().unwrap();
+        // Numbers go on from host to host.
+        let message = match message {
+            host_message::Message::Events(events) => {
+                host_message::Message::Events(Events { sequence: submitted.first_sequence, ..events })
+            }
+            other => other,
+        };
+        to_front.send(say(message)).unwrap();
+        front.until(0, |state| matches!(state, EngineState::Loading(words) if words.contains(says))).await;
+        let status = loop {
+            match messages.message().await {
+                Ok(Some(_)) => continue,
+                Ok(None) => panic!("it is told why"),
+                Err(status) => break status,
+            }
+        };
+        assert!(status.message().contains("given up by the front end") && status.message().contains(says), "{status}");
+        drop(stream);
+    }
+    assert_eq!(front.handle.replicas()[0].metrics.losses.get(), 4);
 }
 
 #[tokio::test(flavor = "multi_thread")]

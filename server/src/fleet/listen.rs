@@ -76,9 +76,10 @@ impl Fleet {
             let (place, handle, to_place) = Place::new(number, common.clone());
             tasks.spawn(place.run(stop.clone()));
             handles.push(handle);
-            doors.push(Door { free: Arc::new(Semaphore::new(1)), to_place });
+            doors.push(Door::new(to_place));
         }
-        let front = Front { secrets: config.secrets.clone(), common: common.clone(), vocabulary_digest, doors };
+        let house = House { common: common.clone(), vocabulary_digest, doors };
+        let front = Front { secrets: config.secrets.clone(), house };
         tasks.spawn(accept(listener, Arc::new(front), stop.clone()));
         tasks.spawn(config.secrets.follow());
         (handles, Self { stop, tasks })
@@ -98,15 +99,26 @@ impl Fleet {
 /// What there is to know at the door.
 struct Front {
     secrets: FrontSecrets,
-    common: Arc<Common>,
-    vocabulary_digest: String,
-    doors: Vec<Door>,
+    house: House,
+}
+
+/// The places, and what a host has to be for one of them.
+pub(super) struct House {
+    pub(super) common: Arc<Common>,
+    pub(super) vocabulary_digest: String,
+    pub(super) doors: Vec<Door>,
 }
 
 /// The way to a place. Its permit is held by the host that has it.
-struct Door {
+pub(super) struct Door {
     free: Arc<Semaphore>,
     to_place: mpsc::Sender<Session>,
+}
+
+impl Door {
+    pub(super) fn new(to_place: mpsc::Sender<Session>) -> Self {
+        Self { free: Arc::new(Semaphore::new(1)), to_place }
+    }
 }
 
 /// Why a host is not let in.
@@ -139,9 +151,9 @@ impl From<Refusal> for Status {
     }
 }
 
-impl Front {
+impl House {
     /// Checks what a host says, and gives it a place.
-    fn admit(&self, hello: Hello) -> Result<(&Door, OwnedSemaphorePermit, ModelInfo, HostStatus), Refusal> {
+    pub(super) fn admit(&self, hello: Hello) -> Result<(&Door, OwnedSemaphorePermit, ModelInfo, HostStatus), Refusal> {
         let Hello { version, model, vocabulary_digest, status } = hello;
         same("protocol version", &VERSION, &version, "run the same Looplane on both")?;
         let model = wire::model_of(model.ok_or(Malformed("the model of a host"))?);
@@ -189,7 +201,7 @@ fn same<T: PartialEq + ToString>(
 }
 
 async fn accept(listener: TcpListener, front: Arc<Front>, stop: CancellationToken) {
-    let room = Arc::new(Semaphore::new(MOST_AT_THE_DOOR + front.doors.len()));
+    let room = Arc::new(Semaphore::new(MOST_AT_THE_DOOR + front.house.doors.len()));
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -309,7 +321,7 @@ impl Visitor {
         }
         let hello = timeout(HELLO_LIMIT, messages.message()).await.map_err(|_| Refusal::Silent)?;
         match hello.map_err(|status| Refusal::Unreadable(with_causes(&status)))? {
-            Some(HostMessage { message: Some(host_message::Message::Hello(hello)) }) => self.front.admit(hello),
+            Some(HostMessage { message: Some(host_message::Message::Hello(hello)) }) => self.front.house.admit(hello),
             _ => Err(Malformed("the hello of a host").into()),
         }
     }

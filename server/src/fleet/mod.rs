@@ -3,7 +3,8 @@
 //! The border is the engine's seam. On the front end's side [`place`] owns the other end of an [`EngineHandle`] and
 //! speaks to the host that has the place; [`listen`] lets hosts in, or says what does not fit. On the host [`host`]
 //! takes messages and drives a handle of its own: a group, or a router in front of several. So nothing else learns of
-//! the network. [`wire`] translates, [`secrets`] has certificates and the token.
+//! the network. [`wire`] translates, [`secrets`] has certificates and the token. [`Played`]
+//! is a host without a network.
 //!
 //! A stream is an epoch. What belongs to it ends with it on both ends: the front end hands its sequences on, prompt and
 //! tokens so far, and the host cancels them. What comes late is on a stream that nobody reads.
@@ -14,6 +15,7 @@ mod first;
 mod host;
 mod listen;
 mod place;
+mod played;
 mod secrets;
 mod session;
 #[cfg(test)]
@@ -29,6 +31,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use host::{HostError, JoinConfig, join};
 pub use listen::{Fleet, ListenConfig};
+pub use played::Played;
 pub use secrets::{FrontSecrets, HostSecrets, TlsFiles};
 
 /// Of the protocol: both ends have the same.

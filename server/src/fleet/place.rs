@@ -107,7 +107,7 @@ impl Place {
         }
     }
 
-    fn joined(&mut self, session: Session) {
+    pub(super) fn joined(&mut self, session: Session) {
         let (number, host) = (self.number, &session.host);
         tracing::info!("host {host} computes as replica {number}, with {}", goes_on(self.sequences.len()));
         session.send(front_message::Message::Welcome(Welcome { replica: number }));
@@ -130,7 +130,7 @@ impl Place {
         self.status(status);
     }
 
-    fn heard(&mut self, message: Result<Option<HostMessage>, Status>) {
+    pub(super) fn heard(&mut self, message: Result<Option<HostMessage>, Status>) {
         self.silent = 0;
         let understood = match message {
             Ok(Some(HostMessage { message: Some(host_message::Message::Answer(answer)) })) => self.answer(answer),
@@ -192,7 +192,7 @@ impl Place {
         self.show(state);
     }
 
-    fn command(&mut self, command: Command) {
+    pub(super) fn command(&mut self, command: Command) {
         match command {
             Command::Submit(submission) => self.submit(submission),
             Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
@@ -288,6 +288,10 @@ impl Place {
         if let Some(session) = &self.session {
             session.end(SHUTTING_DOWN.into());
         }
+    }
+
+    pub(super) fn has_host(&self) -> bool {
+        self.session.is_some()
     }
 
     fn send(&self, message: front_message::Message) {

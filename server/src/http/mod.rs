@@ -1,4 +1,5 @@
-//! The OpenAI-style HTTP interface: routes, health, and the rules that hold for every request.
+//! The HTTP interface: routes, health, and the rules that hold for every request. `serve` has what answers requests,
+//! `operate` what tells of the server and changes how it runs.
 
 use std::{any::Any, sync::Arc, time::Instant};
 
@@ -17,36 +18,21 @@ use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
 mod access;
-mod anthropic;
-mod completions;
-mod dialect;
 mod error;
-mod events;
 mod fields;
-mod info;
 mod json;
-mod machine;
-mod message;
-mod messages;
-mod metrics;
-mod openapi;
-mod page;
-mod parse;
+mod operate;
 mod quota;
-mod render;
-mod replicas;
-mod responses;
-mod tokens;
-mod tools;
+mod serve;
 mod unread;
-mod wire;
 
 pub use access::Access;
 pub use error::ApiError;
 use error::ErrorCode;
-pub use info::Settings;
-pub use openapi::document;
-pub use responses::ResponseStore;
+use operate::{info, machine, metrics, openapi, page, replicas};
+pub use operate::{info::Settings, openapi::document};
+pub use serve::responses::ResponseStore;
+use serve::{anthropic, completions, render, responses, tokens};
 
 use crate::{
     engine::EngineState,

@@ -103,7 +103,7 @@ fn structured_outputs(value: Value) -> Result<Vec<(String, Constraint)>, ApiErro
 }
 
 /// A schema: an object, true or false, or the text of one.
-pub(in super::super) fn json(value: Value, path: &str) -> Result<Constraint, ApiError> {
+pub(in crate::http) fn json(value: Value, path: &str) -> Result<Constraint, ApiError> {
     let schema = match value {
         Value::String(text) => serde_json::from_str(&text).map_err(|error| {
             RequestError::field(path, FieldError::Value, format!("the text is not a schema in JSON: {error}"))

@@ -19,13 +19,13 @@ use crate::{
     request::{ranges, ranges::RESTART_LIMIT_SECONDS},
 };
 
-pub(super) async fn list(State(app): State<App>) -> Json<Value> {
+pub(in crate::http) async fn list(State(app): State<App>) -> Json<Value> {
     let all: Vec<Value> = (0..app.frontend.engine.replicas().len()).map(|replica| describe(&app, replica)).collect();
     Json(json!({"replicas": all}))
 }
 
 /// Answers once the restart has begun: the end shows in the list.
-pub(super) async fn restart(
+pub(in crate::http) async fn restart(
     State(app): State<App>,
     Named(number): Named,
     request: Request,
@@ -45,12 +45,12 @@ pub(super) async fn restart(
 }
 
 /// What `/replicas/{id}/restart` is asked.
-pub(super) struct Restart {
+pub(in crate::http) struct Restart {
     limit_seconds: Option<u64>,
     even_if_last: bool,
 }
 
-pub(super) fn read_restart(body: Value) -> Result<Restart, ApiError> {
+pub(in crate::http) fn read_restart(body: Value) -> Result<Restart, ApiError> {
     let mut fields = Fields::new(body, "")?;
     let limit = fields.integer("limit_seconds", RESTART_LIMIT_SECONDS)?;
     let limit = limit.map(|limit| ranges::integer("limit_seconds", limit, &RESTART_LIMIT_SECONDS)).transpose()?;

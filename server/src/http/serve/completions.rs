@@ -37,18 +37,18 @@ use crate::{
 /// About what a token's text takes.
 const ECHOED_BYTES: usize = 4;
 /// Response header with the seed that was used, drawn or given.
-pub(super) const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
+pub(in crate::http) const SEED_HEADER: HeaderName = HeaderName::from_static("x-looplane-seed");
 
-pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     answer(app, Api::Chat, "/v1/chat/completions", request).await
 }
 
-pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     answer(app, Api::Completion, "/v1/completions", request).await
 }
 
 /// The place comes first: it also bounds the memory of bodies.
-pub(super) fn enter(app: &App, route: &'static str, request: &Request) -> Result<Place, ApiError> {
+pub(in crate::http) fn enter(app: &App, route: &'static str, request: &Request) -> Result<Place, ApiError> {
     let record = request.extensions().get().expect("every request has its record");
     Ok(app.frontend.enter(record, request.extensions().get(), route)?)
 }
@@ -96,7 +96,7 @@ async fn generate(app: App, api: Api, place: Place, request: Request) -> Result<
 
 /// Reads a request's body, checks it, and queues what it asks for. `read` makes of the body the model's name, the
 /// request, and what else the answer depends on.
-pub(super) async fn admit<T: Send + 'static>(
+pub(in crate::http) async fn admit<T: Send + 'static>(
     app: &App,
     place: Place,
     request: Request,
@@ -107,7 +107,7 @@ pub(super) async fn admit<T: Send + 'static>(
 }
 
 /// Reads a request's body and checks it, as [`admit`] does.
-pub(super) async fn check<T: Send + 'static>(
+pub(in crate::http) async fn check<T: Send + 'static>(
     app: &App,
     place: Place,
     request: Request,
@@ -127,7 +127,7 @@ pub(super) async fn check<T: Send + 'static>(
 }
 
 /// Browsers may send other types to a foreign origin without asking it first.
-pub(super) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+pub(in crate::http) fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("");
     let essence = value.split(';').next().unwrap_or("").trim();
     let refused = |message| Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
@@ -168,7 +168,7 @@ async fn whole(frontend: &Frontend, replies: Replies, writer: Writer) -> Result<
 }
 
 /// A whole answer. A long one keeps the place until it is sent, as its memory does.
-pub(super) fn json_response(body: String, place: Place) -> Response {
+pub(in crate::http) fn json_response(body: String, place: Place) -> Response {
     let length = HeaderValue::from(body.len());
     let body = Body::new(Full::from(body).map_frame(move |frame| {
         let _ = &place;

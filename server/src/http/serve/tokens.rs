@@ -22,7 +22,7 @@ use crate::{
     text::Text,
 };
 
-pub(super) async fn tokenize(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn tokenize(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     answer(app, "/tokenize", request, |mut fields, model, text| {
         let Tokenize { input, with_texts, add_special } = read_tokenize(&mut fields)?;
         fields.finish()?;
@@ -42,7 +42,7 @@ pub(super) async fn tokenize(State(app): State<App>, request: Request) -> Result
     .await
 }
 
-pub(super) async fn detokenize(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn detokenize(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     answer(app, "/detokenize", request, |mut fields, model, text| {
         let ids = read_detokenize(&mut fields)?;
         fields.finish()?;
@@ -53,13 +53,13 @@ pub(super) async fn detokenize(State(app): State<App>, request: Request) -> Resu
 }
 
 /// What `/tokenize` is asked.
-pub(super) struct Tokenize {
+pub(in crate::http) struct Tokenize {
     input: Input,
     with_texts: bool,
     add_special: Option<bool>,
 }
 
-pub(super) fn read_tokenize(fields: &mut Fields) -> Result<Tokenize, ApiError> {
+pub(in crate::http) fn read_tokenize(fields: &mut Fields) -> Result<Tokenize, ApiError> {
     let with_texts = fields.boolean("return_token_strs")?.unwrap_or(false);
     let add_special = fields.boolean("add_special_tokens")?;
     let input = match fields.string("prompt")? {
@@ -69,16 +69,21 @@ pub(super) fn read_tokenize(fields: &mut Fields) -> Result<Tokenize, ApiError> {
     Ok(Tokenize { input, with_texts, add_special })
 }
 
-pub(super) fn read_detokenize(fields: &mut Fields) -> Result<Vec<u32>, ApiError> {
+pub(in crate::http) fn read_detokenize(fields: &mut Fields) -> Result<Vec<u32>, ApiError> {
     let ids = fields.list("tokens", "a list of token ids", "integer")?;
     let missing = || RequestError::field("tokens", FieldError::Missing, "must be given");
     parse::token_ids(&ids.ok_or_else(missing)?, "tokens")
 }
 
-pub(super) type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
+pub(in crate::http) type Work = fn(Fields, &ModelInfo, &Text) -> Result<Value, ApiError>;
 
 /// Does `work` with the fields of a request's body, within the bounds of a request for text.
-pub(super) async fn answer(app: App, route: &'static str, request: Request, work: Work) -> Result<Response, ApiError> {
+pub(in crate::http) async fn answer(
+    app: App,
+    route: &'static str,
+    request: Request,
+    work: Work,
+) -> Result<Response, ApiError> {
     let place = enter(&app, route, &request)?;
     let record = place.record.clone();
     let result = prepare(app, place, request, work).await;

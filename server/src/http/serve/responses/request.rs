@@ -30,7 +30,7 @@ const UNSUPPORTED: [(&str, Off); 8] = [
 
 /// What the answer depends on beside the request.
 #[derive(Debug)]
-pub(in super::super) struct Asked {
+pub(in crate::http) struct Asked {
     pub(super) stream: bool,
     pub(super) store: bool,
     /// What was said, without instructions.
@@ -42,7 +42,7 @@ pub(in super::super) struct Asked {
 }
 
 /// Reads a body: the model's name (empty: the one that is served), the request, and what else the answer depends on.
-pub(in super::super) fn create(body: Value, kept: &ResponseStore) -> Result<(String, RawRequest, Asked), ApiError> {
+pub(in crate::http) fn create(body: Value, kept: &ResponseStore) -> Result<(String, RawRequest, Asked), ApiError> {
     let mut echo = echo(&body);
     let mut fields = Fields::new(body, "")?;
     let model = fields.string("model")?.unwrap_or_default();

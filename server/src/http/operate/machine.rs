@@ -32,7 +32,7 @@ struct Replica {
 type Caller = Option<Extension<Arc<Key>>>;
 
 /// What the server does now. What is counted is told as counted so far: whoever asks again has the rates.
-pub(super) async fn machine(State(app): State<App>, key: Caller) -> impl IntoResponse {
+pub(in crate::http) async fn machine(State(app): State<App>, key: Caller) -> impl IntoResponse {
     let frontend = &app.frontend;
     let state = frontend.state();
     let is_draining = state == EngineState::Draining;
@@ -70,7 +70,11 @@ fn request(of: &Progress) -> Value {
 }
 
 /// Ends the requests of the caller's key that have this id.
-pub(super) async fn abort(State(app): State<App>, key: Caller, Named(id): Named) -> Result<Json<Value>, ApiError> {
+pub(in crate::http) async fn abort(
+    State(app): State<App>,
+    key: Caller,
+    Named(id): Named,
+) -> Result<Json<Value>, ApiError> {
     match app.frontend.abort(key.as_deref(), &id) {
         0 => Err(RequestError::NoSuchRequest { id }.into()),
         requests => Ok(Json(json!({"requests": requests}))),

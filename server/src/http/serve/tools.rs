@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// The tools that the model is told of, and which of them it calls. Where it must call none, it is told of none.
-pub(super) fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiError> {
+pub(in crate::http) fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiError> {
     let tools = match fields.value("tools") {
         None => Vec::new(),
         Some(Value::Array(list)) => {
@@ -33,7 +33,7 @@ pub(super) fn tools(fields: &mut Fields) -> Result<(Vec<Tool>, ToolChoice), ApiE
 }
 
 /// A choice among tools, of which there are none.
-pub(super) fn needs_tools() -> ApiError {
+pub(in crate::http) fn needs_tools() -> ApiError {
     let message = "makes no sense without tools; give some, or leave it out";
     RequestError::field("tool_choice", FieldError::Value, message).into()
 }
@@ -79,7 +79,7 @@ fn choice(value: Value) -> Result<ToolChoice, ApiError> {
 }
 
 /// The calls of an assistant's message.
-pub(super) fn tool_calls(message: &mut Fields) -> Result<Vec<ToolCall>, ApiError> {
+pub(in crate::http) fn tool_calls(message: &mut Fields) -> Result<Vec<ToolCall>, ApiError> {
     let path = message.path("tool_calls");
     match message.value("tool_calls") {
         None => Ok(Vec::new()),
@@ -105,7 +105,7 @@ fn tool_call(value: Value, path: &str) -> Result<ToolCall, ApiError> {
     Ok(ToolCall { id, call: Call::Function { name, arguments } })
 }
 
-pub(super) fn is_function(fields: &mut Fields) -> Result<(), ApiError> {
+pub(in crate::http) fn is_function(fields: &mut Fields) -> Result<(), ApiError> {
     match fields.required_string("type")?.as_str() {
         "function" => Ok(()),
         other => {

@@ -28,7 +28,7 @@ const UNSUPPORTED: [(&str, Off); 7] = [
 ];
 
 /// Reads the body of `/v1/messages`: the model's name, the request, and whether its answer is a stream.
-pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, bool), ApiError> {
+pub(in crate::http) fn messages(body: Value) -> Result<(String, RawRequest, bool), ApiError> {
     let mut fields = Fields::new(body, "")?;
     let model = fields.required_string("model")?;
     let mut raw = RawRequest::new("messages", Input::Chat(chat(&mut fields)?));
@@ -53,7 +53,7 @@ pub(in super::super) fn messages(body: Value) -> Result<(String, RawRequest, boo
 }
 
 /// Reads what is left of the body of `/v1/messages/count_tokens` behind the model's name.
-pub(in super::super) fn counted(mut fields: Fields) -> Result<Chat, ApiError> {
+pub(in crate::http) fn counted(mut fields: Fields) -> Result<Chat, ApiError> {
     let chat = chat(&mut fields)?;
     fields.unsupported(&UNSUPPORTED)?;
     fields.finish()?;

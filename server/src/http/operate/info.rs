@@ -26,7 +26,7 @@ pub struct Settings {
 }
 
 /// vLLM's has the names of its own configuration; these are ours.
-pub(super) async fn server_info(State(app): State<App>) -> Json<Value> {
+pub(in crate::http) async fn server_info(State(app): State<App>) -> Json<Value> {
     let frontend = &app.frontend;
     let model = frontend.engine.model().map(|model| {
         json!({
@@ -45,11 +45,11 @@ pub(super) async fn server_info(State(app): State<App>) -> Json<Value> {
 }
 
 /// Requests that are being served, queued ones among them; as vLLM has it.
-pub(super) async fn load(State(app): State<App>) -> Json<Value> {
+pub(in crate::http) async fn load(State(app): State<App>) -> Json<Value> {
     Json(json!({"server_load": app.frontend.requests().0}))
 }
 
 /// This server's.
-pub(super) async fn version() -> Json<Value> {
+pub(in crate::http) async fn version() -> Json<Value> {
     Json(json!({"version": env!("CARGO_PKG_VERSION")}))
 }

@@ -20,7 +20,7 @@ use crate::reload::Reloaded;
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Everything that is counted, with the label `model_name` as vLLM has it.
-pub(super) fn registry(frontend: &Arc<Frontend>, keys: Option<&Arc<Reloaded<Keys>>>) -> Registry {
+pub(in crate::http) fn registry(frontend: &Arc<Frontend>, keys: Option<&Arc<Reloaded<Keys>>>) -> Registry {
     let model_name = ("model_name".into(), frontend.model_id.clone().into());
     let mut registry = Registry::with_labels([model_name].into_iter());
     registry.register_collector(Box::new(Engines::new(
@@ -34,7 +34,7 @@ pub(super) fn registry(frontend: &Arc<Frontend>, keys: Option<&Arc<Reloaded<Keys
     registry
 }
 
-pub(super) fn scrape(registry: &Registry) -> Response {
+pub(in crate::http) fn scrape(registry: &Registry) -> Response {
     let mut text = String::new();
     match encode(&mut text, registry) {
         Ok(()) => ([(header::CONTENT_TYPE, CONTENT_TYPE)], text).into_response(),
@@ -86,7 +86,7 @@ impl Collector for Facts {
 }
 
 /// The state in one word, as `/health/ready` says it, too.
-pub(super) fn word(state: &EngineState) -> &'static str {
+pub(in crate::http) fn word(state: &EngineState) -> &'static str {
     match state {
         EngineState::Ready => "ready",
         EngineState::Loading(_) => "loading",

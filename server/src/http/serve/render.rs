@@ -85,16 +85,16 @@ struct StructuredOutputs<'a> {
     grammar: &'a str,
 }
 
-pub(super) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn chat(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     answer(app, Api::Chat, "/v1/chat/completions/render", request).await
 }
 
-pub(super) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn completion(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     answer(app, Api::Completion, "/v1/completions/render", request).await
 }
 
 /// The prompt of a chat as one text.
-pub(super) async fn apply_template(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn apply_template(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     tokens::answer(app, "/apply-template", request, |mut fields, model, text| {
         let chat = messages::conversation(&mut fields)?;
         fields.finish()?;

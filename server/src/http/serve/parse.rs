@@ -11,35 +11,35 @@ use crate::request::{FieldError, Input, RawRequest, RequestError, ranges};
 
 /// A request as HTTP brings it: what to generate, and how to answer.
 #[derive(Debug)]
-pub(super) struct HttpRequest {
+pub(in crate::http) struct HttpRequest {
     /// Empty: the model that is served.
-    pub(super) model: String,
-    pub(super) raw: RawRequest,
-    pub(super) wanted: Wanted,
+    pub(in crate::http) model: String,
+    pub(in crate::http) raw: RawRequest,
+    pub(in crate::http) wanted: Wanted,
 }
 
 /// How to answer.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Wanted {
-    pub(super) stream: bool,
-    pub(super) stream_usage: StreamUsage,
+pub(in crate::http) struct Wanted {
+    pub(in crate::http) stream: bool,
+    pub(in crate::http) stream_usage: StreamUsage,
     /// Log-probabilities name tokens by their ids.
-    pub(super) tokens_as_ids: bool,
+    pub(in crate::http) tokens_as_ids: bool,
     /// The answer has the ids of its tokens and its prompt's.
-    pub(super) token_ids: bool,
+    pub(in crate::http) token_ids: bool,
     /// The answer tells what was thought before it.
-    pub(super) include_reasoning: bool,
+    pub(in crate::http) include_reasoning: bool,
     /// The answer names the tier that it was served at.
-    pub(super) service_tier: bool,
+    pub(in crate::http) service_tier: bool,
 }
 
 /// Where a stream tells its usage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct StreamUsage {
+pub(in crate::http) struct StreamUsage {
     /// In a chunk of its own, the last.
-    pub(super) at_end: bool,
+    pub(in crate::http) at_end: bool,
     /// So far, in every chunk.
-    pub(super) in_each: bool,
+    pub(in crate::http) in_each: bool,
 }
 
 /// Fields of both APIs that are not supported, each with the values that ask for nothing: OpenAI's, and those that
@@ -79,12 +79,12 @@ const UNSUPPORTED_CHAT: [(&str, Off); 11] = [
 ];
 
 /// The tier at which everything is served, and OpenAI's names for tiers.
-pub(super) const SERVICE_TIER: &str = "default";
+pub(in crate::http) const SERVICE_TIER: &str = "default";
 const SERVICE_TIERS: [&str; 6] = ["auto", SERVICE_TIER, "flex", "scale", "priority", "fast"];
 
 const UNSUPPORTED_COMPLETION: [(&str, Off); 1] = [("suffix", |value| value == "")];
 
-pub(super) fn is_empty_list(value: &Value) -> bool {
+pub(in crate::http) fn is_empty_list(value: &Value) -> bool {
     value.as_array().is_some_and(Vec::is_empty)
 }
 
@@ -108,7 +108,7 @@ fn is_one(value: &Value) -> bool {
 const COMPLETION_TOKENS: u32 = 16;
 
 /// Reads the body of `/v1/chat/completions`.
-pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
+pub(in crate::http) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
     let mut fields = Fields::new(body, "")?;
     let mut raw = RawRequest::new("messages", Input::Chat(conversation(&mut fields)?));
     let max_completion_tokens = fields.integer("max_completion_tokens", ranges::MAX_TOKENS_OR_NONE)?;
@@ -140,7 +140,7 @@ pub(super) fn chat(body: Value) -> Result<HttpRequest, ApiError> {
 }
 
 /// Reads the body of `/v1/completions`.
-pub(super) fn completion(body: Value) -> Result<HttpRequest, ApiError> {
+pub(in crate::http) fn completion(body: Value) -> Result<HttpRequest, ApiError> {
     let mut fields = Fields::new(body, "")?;
     let mut raw = RawRequest::new("prompt", prompt(fields.required("prompt")?)?);
     raw.max_tokens = fields.integer("max_tokens", ranges::MAX_TOKENS_OR_NONE)?;
@@ -213,7 +213,7 @@ fn common(mut fields: Fields, mut raw: RawRequest) -> Result<HttpRequest, ApiErr
 }
 
 /// How tokens are drawn, where the output ends, and who is served first: by vLLM's names, wherever vLLM takes them.
-pub(super) fn sampling(fields: &mut Fields, raw: &mut RawRequest) -> Result<(), ApiError> {
+pub(in crate::http) fn sampling(fields: &mut Fields, raw: &mut RawRequest) -> Result<(), ApiError> {
     raw.temperature = fields.number("temperature", ranges::TEMPERATURE)?;
     raw.top_k = fields.integer("top_k", ranges::TOP_K)?;
     raw.top_p = fields.number("top_p", ranges::TOP_P)?;
@@ -241,7 +241,7 @@ pub(super) fn sampling(fields: &mut Fields, raw: &mut RawRequest) -> Result<(), 
 
 /// Whether a tier is asked for. There is one, whose name answers then have: OpenAI's tell the tier that was used, which
 /// need not be the one that was asked for.
-pub(super) fn service_tier(fields: &mut Fields) -> Result<bool, ApiError> {
+pub(in crate::http) fn service_tier(fields: &mut Fields) -> Result<bool, ApiError> {
     let Some(tier) = fields.string("service_tier")? else { return Ok(false) };
     if !SERVICE_TIERS.contains(&tier.as_str()) {
         let message = format!("{tier:?} is none of {}", SERVICE_TIERS.join(", "));
@@ -251,7 +251,7 @@ pub(super) fn service_tier(fields: &mut Fields) -> Result<bool, ApiError> {
 }
 
 /// Labels for the caller's own records: they ask for nothing, so nothing is ignored by taking them.
-pub(super) fn labels(fields: &mut Fields) -> Result<(), ApiError> {
+pub(in crate::http) fn labels(fields: &mut Fields) -> Result<(), ApiError> {
     for name in ["user", "safety_identifier", "prompt_cache_key"] {
         fields.string(name)?;
     }
@@ -287,7 +287,7 @@ fn prompt(value: Value) -> Result<Input, ApiError> {
     }
 }
 
-pub(super) fn token_ids(list: &[Value], path: &str) -> Result<Vec<u32>, ApiError> {
+pub(in crate::http) fn token_ids(list: &[Value], path: &str) -> Result<Vec<u32>, ApiError> {
     let id = |(index, value): (usize, &Value)| {
         value
             .as_u64()
@@ -304,7 +304,7 @@ fn stops(value: Value) -> Result<Vec<String>, ApiError> {
     }
 }
 
-pub(super) fn texts(value: Value, path: &str, expected: &str) -> Result<Vec<String>, ApiError> {
+pub(in crate::http) fn texts(value: Value, path: &str, expected: &str) -> Result<Vec<String>, ApiError> {
     let Value::Array(list) = value else { return Err(wrong_type(path, expected)) };
     let text = |value| match value {
         Value::String(text) => Ok(text),
@@ -327,6 +327,6 @@ fn logit_bias(value: Value) -> Result<Vec<(u64, f64)>, ApiError> {
     map.into_iter().map(entry).collect()
 }
 
-pub(super) mod constraint;
+pub(in crate::http) mod constraint;
 #[cfg(test)]
 mod tests;

@@ -22,34 +22,34 @@ const LOGPROB_BYTES: usize = 64;
 
 /// Which API's shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Api {
+pub(in crate::http) enum Api {
     Chat,
     Completion,
 }
 
 /// Writes the response, or the chunks, of one request.
 #[derive(Debug)]
-pub(super) struct Writer {
-    pub(super) api: Api,
+pub(in crate::http) struct Writer {
+    pub(in crate::http) api: Api,
     /// With its prefix.
-    pub(super) id: String,
-    pub(super) created: u64,
-    pub(super) model: String,
-    pub(super) system_fingerprint: String,
+    pub(in crate::http) id: String,
+    pub(in crate::http) created: u64,
+    pub(in crate::http) model: String,
+    pub(in crate::http) system_fingerprint: String,
     /// As in the request.
-    pub(super) logprobs: Option<u32>,
+    pub(in crate::http) logprobs: Option<u32>,
     /// As in the request.
-    pub(super) prompt_logprobs: Option<u32>,
+    pub(in crate::http) prompt_logprobs: Option<u32>,
     /// As in the request.
-    pub(super) wanted: Wanted,
+    pub(in crate::http) wanted: Wanted,
     /// What is told of drafts, of which a step has so many at most.
-    pub(super) draft_report: (DraftReport, u32),
-    pub(super) tokenizer: Arc<Tokenizer>,
+    pub(in crate::http) draft_report: (DraftReport, u32),
+    pub(in crate::http) tokenizer: Arc<Tokenizer>,
 }
 
 /// Tokens in and out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(super) struct Usage {
+pub(in crate::http) struct Usage {
     prompt_tokens: u64,
     completion_tokens: u64,
     total_tokens: u64,
@@ -66,46 +66,46 @@ struct PromptTokensDetails {
 }
 
 impl Usage {
-    pub(super) fn new(prompt_tokens: u64, cached_tokens: Option<u64>, completion_tokens: u64) -> Self {
+    pub(in crate::http) fn new(prompt_tokens: u64, cached_tokens: Option<u64>, completion_tokens: u64) -> Self {
         let total_tokens = prompt_tokens + completion_tokens;
         let prompt_tokens_details = cached_tokens.map(|cached_tokens| PromptTokensDetails { cached_tokens });
         Self { prompt_tokens, completion_tokens, total_tokens, prompt_tokens_details }
     }
 
     /// With so many tokens generated behind it.
-    pub(super) fn and(self, generated: u64) -> Self {
+    pub(in crate::http) fn and(self, generated: u64) -> Self {
         let completion_tokens = self.completion_tokens + generated;
         Self { completion_tokens, total_tokens: self.prompt_tokens + completion_tokens, ..self }
     }
 }
 
 /// About what so many ids of tokens take in an answer.
-pub(super) fn ids_bytes(tokens: usize) -> usize {
+pub(in crate::http) fn ids_bytes(tokens: usize) -> usize {
     8 * tokens
 }
 
 /// The whole output of a choice.
 #[derive(Debug, Default)]
-pub(super) struct WholeChoice {
-    pub(super) index: u32,
-    pub(super) message: WholeMessage,
-    pub(super) tokens: Vec<OutputToken>,
+pub(in crate::http) struct WholeChoice {
+    pub(in crate::http) index: u32,
+    pub(in crate::http) message: WholeMessage,
+    pub(in crate::http) tokens: Vec<OutputToken>,
     /// All that were generated.
-    pub(super) generated: Vec<u32>,
+    pub(in crate::http) generated: Vec<u32>,
     /// The prompt's tokens, where ids are told.
-    pub(super) prompt: Vec<u32>,
+    pub(in crate::http) prompt: Vec<u32>,
     /// OpenAI's word for why it ended.
-    pub(super) finish: Option<&'static str>,
-    pub(super) completion_tokens: u32,
-    pub(super) cached_tokens: u32,
-    pub(super) drafts: Vec<DraftStep>,
+    pub(in crate::http) finish: Option<&'static str>,
+    pub(in crate::http) completion_tokens: u32,
+    pub(in crate::http) cached_tokens: u32,
+    pub(in crate::http) drafts: Vec<DraftStep>,
     /// The prompt's tokens from the second on with their log-probabilities.
-    pub(super) prompt_logprobs: Vec<GeneratedToken>,
+    pub(in crate::http) prompt_logprobs: Vec<GeneratedToken>,
 }
 
 /// What became of a request, beside its answer; as vLLM has it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(super) struct Metrics {
+pub(in crate::http) struct Metrics {
     speculative_decoding: Option<DraftMetrics>,
 }
 
@@ -231,24 +231,29 @@ impl<'a> CompletionChoice<'a> {
 
 impl Writer {
     /// About what so many tokens take in an answer beside their text.
-    pub(super) fn tokens_bytes(&self, tokens: usize) -> usize {
+    pub(in crate::http) fn tokens_bytes(&self, tokens: usize) -> usize {
         tokens * self.logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize))
     }
 
     /// About what a prompt's log-probabilities take in an answer.
-    pub(super) fn prompt_bytes(&self, tokens: usize) -> usize {
+    pub(in crate::http) fn prompt_bytes(&self, tokens: usize) -> usize {
         tokens * self.prompt_logprobs.map_or(0, |top| LOGPROB_BYTES * (1 + top as usize))
     }
 
     /// What answers of so many choices tell of their drafts: those of a single one.
-    pub(super) fn metrics(&self, choices: usize, drafts: &[DraftStep]) -> Option<Metrics> {
+    pub(in crate::http) fn metrics(&self, choices: usize, drafts: &[DraftStep]) -> Option<Metrics> {
         let (report, most) = self.draft_report;
         let of_one = || if choices == 1 { DraftMetrics::of(report, drafts, most) } else { None };
         (report != DraftReport::None).then(|| Metrics { speculative_decoding: of_one() })
     }
 
     /// The response to a request that does not stream.
-    pub(super) fn whole<'a>(&self, choices: &'a [WholeChoice], usage: Usage, metrics: Option<Metrics>) -> String {
+    pub(in crate::http) fn whole<'a>(
+        &self,
+        choices: &'a [WholeChoice],
+        usage: Usage,
+        metrics: Option<Metrics>,
+    ) -> String {
         let usage = Some(Some(usage));
         match self.api {
             Api::Chat => {
@@ -381,7 +386,7 @@ impl Writer {
 
 /// Writes the chunks of a stream.
 #[derive(Debug)]
-pub(super) struct ChunkWriter {
+pub(in crate::http) struct ChunkWriter {
     writer: Writer,
     /// What all chunks have in common, as JSON: all that stands before their choices.
     head: String,
@@ -389,11 +394,11 @@ pub(super) struct ChunkWriter {
 
 impl ChunkWriter {
     /// About what so many tokens take in a chunk beside their text.
-    pub(super) fn tokens_bytes(&self, tokens: usize) -> usize {
+    pub(in crate::http) fn tokens_bytes(&self, tokens: usize) -> usize {
         self.writer.tokens_bytes(tokens)
     }
 
-    pub(super) fn new(writer: Writer) -> Self {
+    pub(in crate::http) fn new(writer: Writer) -> Self {
         let mut head = to_json(&writer.envelope(writer.chunk_object(), Vec::<()>::new(), None, None));
         head.truncate(head.len() - "]}".len());
         Self { writer, head }
@@ -405,7 +410,7 @@ impl ChunkWriter {
     }
 
     /// The chunk that opens a choice; completions have one only where it tells the ids of the prompt's tokens.
-    pub(super) fn opening(&self, index: u32, prompt: &[u32], so_far: Usage, events: &mut Events) {
+    pub(in crate::http) fn opening(&self, index: u32, prompt: &[u32], so_far: Usage, events: &mut Events) {
         let prompt = self.writer.ids(prompt);
         match self.writer.api {
             Api::Chat => {
@@ -423,7 +428,7 @@ impl ChunkWriter {
 
     /// Chunks with more output: its tokens, and all that were generated. Where tokens are not told of, one without text
     /// is nothing to tell.
-    pub(super) fn deltas(
+    pub(in crate::http) fn deltas(
         &self,
         index: u32,
         told: Vec<Told>,
@@ -468,7 +473,7 @@ impl ChunkWriter {
     }
 
     /// The chunk that ends a choice, with the tokens that no chunk has told.
-    pub(super) fn finish(
+    pub(in crate::http) fn finish(
         &self,
         index: u32,
         reason: &'static str,
@@ -492,7 +497,7 @@ impl ChunkWriter {
 
     /// The end of the stream, and before it the chunk with the usage, if the request asked for it. `choices` and
     /// `drafts` are as in [`Writer::metrics`].
-    pub(super) fn end(&self, usage: Usage, choices: usize, drafts: &[DraftStep], events: &mut Events) {
+    pub(in crate::http) fn end(&self, usage: Usage, choices: usize, drafts: &[DraftStep], events: &mut Events) {
         if self.writer.wanted.stream_usage.at_end {
             let metrics = self.writer.metrics(choices, drafts);
             let object = self.writer.chunk_object();

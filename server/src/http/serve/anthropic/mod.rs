@@ -22,15 +22,15 @@ use crate::{
 
 mod answer;
 mod message;
-pub(super) mod request;
+pub(in crate::http) mod request;
 
 use answer::Messages;
 
 /// An error in Anthropic's shape.
 #[derive(Debug)]
-pub(super) struct AnthropicError(ApiError);
+pub(in crate::http) struct AnthropicError(ApiError);
 
-pub(super) async fn messages(State(app): State<App>, request: Request) -> Result<Response, AnthropicError> {
+pub(in crate::http) async fn messages(State(app): State<App>, request: Request) -> Result<Response, AnthropicError> {
     let place = enter(&app, "/v1/messages", &request)?;
     let record = place.record.clone();
     Ok(generate(app, place, request).await.inspect_err(|error| record.failed(error.code))?)
@@ -43,7 +43,10 @@ async fn generate(app: App, place: Place, request: Request) -> Result<Response, 
     dialect::answer(&app.frontend, generation, stream, messages).await
 }
 
-pub(super) async fn count_tokens(State(app): State<App>, request: Request) -> Result<Response, AnthropicError> {
+pub(in crate::http) async fn count_tokens(
+    State(app): State<App>,
+    request: Request,
+) -> Result<Response, AnthropicError> {
     let counted = tokens::answer(app, "/v1/messages/count_tokens", request, |fields, model, text| {
         let input = Input::Chat(request::counted(fields)?);
         let tokens = encode(input, "messages", true, model, text)?;

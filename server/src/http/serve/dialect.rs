@@ -20,24 +20,24 @@ use crate::frontend::{
 
 /// What an answer says, in the order in which it came.
 #[derive(Debug, Default)]
-pub(super) struct Answer {
-    pub(super) prompt_tokens: u64,
-    pub(super) blocks: Vec<Block>,
+pub(in crate::http) struct Answer {
+    pub(in crate::http) prompt_tokens: u64,
+    pub(in crate::http) blocks: Vec<Block>,
     /// Tokens that came while the last block was thinking.
-    pub(super) thinking_tokens: u64,
+    pub(in crate::http) thinking_tokens: u64,
     /// `None` while more may come.
-    pub(super) end: Option<End>,
+    pub(in crate::http) end: Option<End>,
 }
 
 /// A part of an answer: its text is what is said, what is thought, or a call's arguments.
 #[derive(Debug)]
-pub(super) struct Block {
-    pub(super) kind: BlockKind,
-    pub(super) text: String,
+pub(in crate::http) struct Block {
+    pub(in crate::http) kind: BlockKind,
+    pub(in crate::http) text: String,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum BlockKind {
+pub(in crate::http) enum BlockKind {
     Text,
     Thinking,
     Call { id: String, name: String },
@@ -45,17 +45,17 @@ pub(super) enum BlockKind {
 
 /// How an answer ended.
 #[derive(Debug)]
-pub(super) struct End {
-    pub(super) reason: ReplyEnd,
+pub(in crate::http) struct End {
+    pub(in crate::http) reason: ReplyEnd,
     /// What the output stopped at.
-    pub(super) stop_text: Option<String>,
-    pub(super) completion_tokens: u64,
+    pub(in crate::http) stop_text: Option<String>,
+    pub(in crate::http) completion_tokens: u64,
     /// Of the prompt.
-    pub(super) cached_tokens: u64,
+    pub(in crate::http) cached_tokens: u64,
 }
 
 /// Writes the answer to one request. Blocks are numbered from 0; one ends before the next begins.
-pub(super) trait Dialect: Send + Unpin + Sized + 'static {
+pub(in crate::http) trait Dialect: Send + Unpin + Sized + 'static {
     /// As [`EventSource::KEEP_ALIVE`].
     const KEEP_ALIVE: &'static [u8];
     /// Bytes that the stream's begin and its end have beside the answer.
@@ -82,7 +82,7 @@ pub(super) trait Dialect: Send + Unpin + Sized + 'static {
 ///
 /// # Errors
 /// Where the answer is whole, those of its generation; those of a stream are events.
-pub(super) async fn answer(
+pub(in crate::http) async fn answer(
     frontend: &Arc<Frontend>,
     generation: Generation,
     stream: bool,

@@ -14,7 +14,7 @@ const SCRIPTS: [&str; 4] =
     [include_str!("chat.js"), include_str!("machine.js"), include_str!("timeline.js"), include_str!("start.js")];
 
 /// The page. Its style and its script are known by a number that is drawn anew for each answer.
-pub(super) fn page() -> Response {
+pub(in crate::http) fn page() -> Response {
     let nonce = Uuid::new_v4().simple().to_string();
     let page =
         DOCUMENT.replace("NONCE", &nonce).replace("/* STYLE */", STYLE).replace("/* SCRIPTS */", &SCRIPTS.join("\n"));

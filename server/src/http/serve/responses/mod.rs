@@ -21,7 +21,7 @@ use crate::frontend::{Place, unix_seconds};
 
 mod answer;
 mod items;
-pub(super) mod request;
+pub(in crate::http) mod request;
 mod store;
 
 pub use store::ResponseStore;
@@ -30,7 +30,7 @@ use answer::Responses;
 use request::Asked;
 use store::Stored;
 
-pub(super) async fn create(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+pub(in crate::http) async fn create(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     let place = enter(&app, "/v1/responses", &request)?;
     let record = place.record.clone();
     generate(app, place, request).await.inspect_err(|error| record.failed(error.code))
@@ -52,12 +52,12 @@ async fn generate(app: App, place: Place, request: Request) -> Result<Response, 
     dialect::answer(&app.frontend, generation, stream, responses).await
 }
 
-pub(super) async fn get(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
+pub(in crate::http) async fn get(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     let stored = find(&app.responses, &id, None)?;
     Ok(([(header::CONTENT_TYPE, "application/json")], stored.body.clone()).into_response())
 }
 
-pub(super) async fn delete(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
+pub(in crate::http) async fn delete(State(app): State<App>, Named(id): Named) -> Result<Json<Value>, ApiError> {
     if app.responses.delete(&id) {
         return Ok(Json(json!({"id": id, "object": "response", "deleted": true})));
     }
@@ -65,7 +65,7 @@ pub(super) async fn delete(State(app): State<App>, Named(id): Named) -> Result<J
 }
 
 /// What is kept has ended.
-pub(super) async fn cancel(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
+pub(in crate::http) async fn cancel(State(app): State<App>, Named(id): Named) -> Result<Response, ApiError> {
     find(&app.responses, &id, None)?;
     let message = "only responses in the background can be cancelled, and there are none here: close the connection";
     Err(ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message))

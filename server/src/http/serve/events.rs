@@ -27,11 +27,11 @@ const FRAME_BYTES: usize = 2 << 10;
 
 /// Events that are written and not yet sent.
 #[derive(Debug, Default)]
-pub(super) struct Events(BytesMut);
+pub(in crate::http) struct Events(BytesMut);
 
 impl Events {
     /// Events that were written elsewhere.
-    pub(super) fn append(&mut self, more: Self) {
+    pub(in crate::http) fn append(&mut self, more: Self) {
         match self.0.is_empty() {
             true => *self = more,
             false => self.0.put_slice(&more.0),
@@ -39,7 +39,7 @@ impl Events {
     }
 
     /// An event whose data is `data` as JSON.
-    pub(super) fn named(&mut self, name: &'static str, data: &impl Serialize) {
+    pub(in crate::http) fn named(&mut self, name: &'static str, data: &impl Serialize) {
         self.0.put_slice(b"event: ");
         self.0.put_slice(name.as_bytes());
         self.0.put_slice(b"\n");
@@ -47,7 +47,7 @@ impl Events {
     }
 
     /// An event without a name, whose data `write` writes; it must not hold a line's end.
-    pub(super) fn data(&mut self, write: impl FnOnce(&mut BytesMut)) {
+    pub(in crate::http) fn data(&mut self, write: impl FnOnce(&mut BytesMut)) {
         self.0.put_slice(b"data: ");
         let begin = self.0.len();
         write(&mut self.0);
@@ -57,12 +57,12 @@ impl Events {
 }
 
 /// Writes a value as JSON, in one line.
-pub(super) fn write_json(out: &mut BytesMut, value: &impl Serialize) {
+pub(in crate::http) fn write_json(out: &mut BytesMut, value: &impl Serialize) {
     serde_json::to_writer(out.writer(), value).expect("strings and numbers with string keys are always JSON");
 }
 
 /// What makes the events of a stream. Dropping it means that nobody wants more of them.
-pub(super) trait EventSource: Send + Unpin + 'static {
+pub(in crate::http) trait EventSource: Send + Unpin + 'static {
     /// What is sent where no event comes: as it stands, with the blank line at its end.
     const KEEP_ALIVE: &'static [u8];
 
@@ -71,7 +71,7 @@ pub(super) trait EventSource: Send + Unpin + 'static {
 }
 
 /// A response with these events, and then those of `source`.
-pub(super) fn event_response<S: EventSource>(events: Events, source: S) -> Response {
+pub(in crate::http) fn event_response<S: EventSource>(events: Events, source: S) -> Response {
     let timer = Box::pin(sleep(KEEP_ALIVE / 2));
     let body = Body::new(EventBody { events, source: Some(source), timer, is_quiet: false });
     let mut response = body.into_response();

@@ -50,7 +50,7 @@ const FIELDS: [&str; 38] = [
 
 /// The names in the first column of a table of docs/fields.md, but for those that belong to one API alone.
 fn documented(heading: &str, others: &str) -> BTreeSet<String> {
-    let page = include_str!("../../../../docs/fields.md");
+    let page = include_str!("../../../../../docs/fields.md");
     let table = page.split(&format!("\n## {heading}\n")).nth(1).expect("the heading").split("\n## ").next().unwrap();
     let columns = table.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
     let columns = columns.filter(|names| !names.starts_with(others));

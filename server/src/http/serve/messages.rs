@@ -23,7 +23,7 @@ const UNSUPPORTED: [(&str, Off); 5] = [
 ];
 
 /// The messages of a chat, and how they become a prompt.
-pub(super) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {
+pub(in crate::http) fn conversation(fields: &mut Fields) -> Result<Chat, ApiError> {
     let messages = messages(fields.required("messages")?)?;
     let add_generation_prompt = fields.boolean("add_generation_prompt")?;
     let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);

@@ -6,15 +6,15 @@ use crate::frontend::Told;
 
 /// The message of a whole answer.
 #[derive(Debug, Default)]
-pub(super) struct WholeMessage {
-    pub(super) content: String,
-    pub(super) reasoning: String,
-    pub(super) calls: Vec<WholeCall>,
+pub(in crate::http) struct WholeMessage {
+    pub(in crate::http) content: String,
+    pub(in crate::http) reasoning: String,
+    pub(in crate::http) calls: Vec<WholeCall>,
 }
 
 /// A call in the message of a whole answer.
 #[derive(Debug, Serialize)]
-pub(super) struct WholeCall {
+pub(in crate::http) struct WholeCall {
     id: String,
     r#type: &'static str,
     function: WholeFunction,
@@ -27,7 +27,7 @@ struct WholeFunction {
 }
 
 impl WholeMessage {
-    pub(super) fn add(&mut self, told: Told) {
+    pub(in crate::http) fn add(&mut self, told: Told) {
         match told {
             Told::Content(text) => self.content.push_str(&text),
             Told::Reasoning(text) => self.reasoning.push_str(&text),
@@ -43,7 +43,7 @@ impl WholeMessage {
     }
 
     /// Bytes of text.
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::http) fn len(&self) -> usize {
         let calls = self.calls.iter().map(|call| call.function.name.len() + call.function.arguments.len());
         self.content.len() + self.reasoning.len() + calls.sum::<usize>()
     }
@@ -51,7 +51,7 @@ impl WholeMessage {
 
 /// The message of a whole answer, as it is written.
 #[derive(Serialize)]
-pub(super) struct Message<'a> {
+pub(in crate::http) struct Message<'a> {
     role: &'static str,
     /// Null beside calls and thinking that nothing follows.
     content: Option<&'a str>,
@@ -63,7 +63,7 @@ pub(super) struct Message<'a> {
 }
 
 impl<'a> Message<'a> {
-    pub(super) fn new(WholeMessage { content, reasoning, calls }: &'a WholeMessage) -> Self {
+    pub(in crate::http) fn new(WholeMessage { content, reasoning, calls }: &'a WholeMessage) -> Self {
         let has_more = !reasoning.is_empty() || !calls.is_empty();
         Self {
             role: "assistant",
@@ -90,7 +90,7 @@ impl<'a> Reasoning<'a> {
 
 /// What a chunk adds to the message.
 #[derive(Serialize, Default)]
-pub(super) struct Delta<'a> {
+pub(in crate::http) struct Delta<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -103,12 +103,12 @@ pub(super) struct Delta<'a> {
 
 impl<'a> Delta<'a> {
     /// The first of a choice.
-    pub(super) fn opening() -> Self {
+    pub(in crate::http) fn opening() -> Self {
         Self { role: Some("assistant"), ..Self::new(None) }
     }
 
     /// Nothing new to read: text all the same, as clients expect of every chunk between the first and the last.
-    pub(super) fn new(told: Option<&'a Told>) -> Self {
+    pub(in crate::http) fn new(told: Option<&'a Told>) -> Self {
         let call = |index: &u32, start, name, arguments| {
             Some([CallDelta { index: *index, start, function: FunctionDelta { name, arguments } }])
         };

@@ -13,8 +13,9 @@ use super::{
         Fields,
         asked::{self, Kind},
     },
-    messages, parse, replicas, responses, tokens,
+    replicas, responses, tokens,
 };
+use crate::http::serve::{messages, parse};
 
 mod answers;
 

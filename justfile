@@ -129,6 +129,10 @@ tsan:
 deploy:
     bash .ci/deploy
 
+# The handbook, static pages in target/book.
+book:
+    bash docs/book.sh
+
 # What CI runs.
 ci:
     bash .ci/run

@@ -5,8 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 chosen=${1:-all} seconds=${2:-60}
-if [ "$chosen" != all ] && [ ! -d "fuzz/corpus/$chosen" ]; then
-    echo "no target $chosen: it is all, or one of" fuzz/corpus/* >&2
+if [ "$chosen" != all ] && [ ! -d "tests/fuzz/corpus/$chosen" ]; then
+    echo "no target $chosen: it is all, or one of" tests/fuzz/corpus/* >&2
     exit 2
 fi
 

@@ -9,6 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bytes::Bytes;
+use http_body_util::{BodyExt, Empty};
+use hyper::Request;
+use hyper_util::{client::legacy::Client, rt::TokioExecutor};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -65,13 +69,17 @@ impl Site {
 
     /// A host with this certificate, token and model, whose log is `NAME.log`.
     fn host(&self, name: &str, certificate: &str, token: &str, model: &str) -> Host {
+        self.host_with(name, certificate, token, model, &[])
+    }
+
+    fn host_with(&self, name: &str, certificate: &str, token: &str, model: &str, more: &[&str]) -> Host {
         let mut command = Command::new(BINARY);
         command.args(["worker", "--threads", "1", "--join", &format!("https://localhost:{}", self.port)]);
         command.arg("--model").arg(fixture(model)).args(["--tp", "2"]).env("LOOPLANE_CPU_PIN", "0");
         command.arg("--join-cert").arg(self.path(&format!("{certificate}.pem")));
         command.arg("--join-key").arg(self.path(&format!("{certificate}.key")));
         command.arg("--join-ca").arg(self.path("front.pem")).arg("--join-token-file").arg(self.path(token));
-        command.stdout(fs::File::create(self.path("host.out")).expect("a writable directory"));
+        command.args(more).stdout(fs::File::create(self.path("host.out")).expect("a writable directory"));
         command.stderr(fs::File::create(self.path(&format!("{name}.log"))).expect("a writable directory"));
         Host(command.spawn().expect("the binary under test starts"))
     }
@@ -205,6 +213,43 @@ async fn a_front_end_without_workers_answers_as_one_that_has_them() {
     let (status, error) = server.post("/v1/completions", &sampled).await;
     assert_eq!(status, 503, "{error}");
     assert!(error.to_string().contains("waiting for a host to join"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_tells_its_own_metrics_to_whom_it_lets_in() {
+    let site = Site::new();
+    let address = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound");
+    let more = ["--metrics-listen", &address.to_string(), "--api-key", "a-key"];
+    let mut host = site.host_with("host", "host", "token", "llama-tied", &more);
+    let server = site.front("0");
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let ask = async |path: &str, key: Option<&str>| {
+        let request = Request::get(format!("http://{address}{path}"));
+        let request = key.into_iter().fold(request, |request, key| request.header("x-api-key", key));
+        let request = request.body(Empty::<Bytes>::new()).expect("path and key are valid");
+        let (head, body) = client.request(request).await.ok()?.into_parts();
+        let bytes = body.collect().await.expect("the body arrives whole").to_bytes();
+        Some((head.status.as_u16(), String::from_utf8(bytes.into()).expect("a text")))
+    };
+    server.wait_ready().await;
+    let (status, health) = ask("/health/ready", None).await.expect("it listens");
+    assert_eq!(status, 200, "{health}");
+    server.ok("/v1/completions", &json!({"prompt": "one", "max_tokens": 20, "ignore_eos": true})).await;
+    let (_, text) = ask("/metrics", Some("a-key")).await.expect("it listens");
+    let scrape = Scrape::parse(&text);
+    assert_eq!(scrape.value("engine_state", &[("state", "ready"), ("engine", "0")]), 1.0);
+    // What the front end cannot know of it.
+    assert!(scrape.value("rank_read_bytes_total", &[("engine", "0"), ("rank", "1")]) > 0.0, "{text}");
+    assert!(of(&server, "0", "generation_tokens_total", &[]).await == 20.0);
+    for (path, key, expected) in
+        [("/metrics", None, 401), ("/metrics", Some("no-key"), 401), ("/v1/models", Some("a-key"), 404)]
+    {
+        let (status, text) = ask(path, key).await.expect("it listens");
+        assert_eq!(status, expected, "{path}: {text}");
+    }
+    signal(host.0.id(), Signal::TERM);
+    assert_eq!(host.end().await.code(), Some(0));
+    assert!(ask("/health/live", None).await.is_none(), "nobody listens any more");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use axum::http::Uri;
 use clap::Args;
 
+use super::access::AccessArgs;
 use super::engine::{Device, Engine, EngineArgs};
 use super::error::ConfigError;
 use crate::fleet::{FrontSecrets, HostSecrets, JoinConfig, ListenConfig, TlsFiles};
 use crate::group::GroupConfig;
+use crate::listener::ServeOptions;
 use crate::router::MAX_REPLICAS;
 
 /// Where hosts may join.
@@ -101,6 +103,15 @@ pub struct HostArgs {
     #[arg(long, value_name = "FILE", env = "LOOPLANE_JOIN_TOKEN_FILE")]
     pub join_token_file: PathBuf,
 
+    /// Address and port where this host answers /metrics and /health, to whom the options of keys and TLS let in
+    /// [default: nowhere]
+    #[arg(long, value_name = "ADDR:PORT", env = "LOOPLANE_METRICS_LISTEN")]
+    pub metrics_listen: Option<SocketAddr>,
+
+    /// Who may read its metrics, and how safely.
+    #[command(flatten)]
+    pub access: AccessArgs,
+
     /// What computes, and its bounds.
     #[command(flatten)]
     pub engine: EngineArgs,
@@ -113,6 +124,8 @@ pub struct HostConfig {
     pub join: JoinConfig,
     /// The workers and their bounds.
     pub group: GroupConfig,
+    /// Where it tells how it is, if anywhere, and whom.
+    pub metrics: Option<(SocketAddr, ServeOptions)>,
 }
 
 impl HostArgs {
@@ -140,10 +153,17 @@ impl HostArgs {
             _ => return wrong("https:// or, on a loopback address, http://"),
         };
         let secrets = HostSecrets::load(tls, self.join_token_file)?;
-        let Engine { group, .. } = self.engine.check(1, group_size)?;
+        let Engine { group, model_id, .. } = self.engine.check(1, group_size)?;
         let drain = group.timeouts.drain;
+        let metrics = match self.metrics_listen {
+            None => None,
+            Some(address) => {
+                let (access, tls) = self.access.check()?;
+                Some((address, ServeOptions { model_id, access, tls, ..ServeOptions::default() }))
+            }
+        };
         let join = JoinConfig { front, port, secrets, vocabulary_digest: String::new(), drain };
-        Ok(HostConfig { join, group })
+        Ok(HostConfig { join, group, metrics })
     }
 }
 

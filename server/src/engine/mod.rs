@@ -49,6 +49,13 @@ pub enum EngineState {
     Failed(String),
 }
 
+impl EngineState {
+    /// Given up.
+    pub fn is_failed(&self) -> bool {
+        matches!(self, Self::Failed(_))
+    }
+}
+
 /// Facts of the loaded model, known once the group has loaded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModelInfo {

@@ -5,6 +5,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hyper::body::Incoming;
 use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -17,17 +18,22 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Response, Status, Streaming};
+use tower::ServiceExt;
 
+use super::first::ShortFirst;
 use super::place::Place;
 use super::session::Session;
 use super::wire::{self, HostStatus, Malformed};
-use super::{FrontSecrets, HELLO_LIMIT, Io, MOST_MESSAGE_BYTES, VERSION, WINDOW_BYTES};
+use super::{FrontSecrets, HELLO_LIMIT, Io, MOST_MESSAGE_BYTES, VERSION, WINDOW_BYTES, with_causes};
 use crate::engine::{EngineHandle, ModelInfo};
 use crate::group::Common;
 
 /// Connections beyond the places that may be shaking hands, or be refused, at one time.
 const MOST_AT_THE_DOOR: usize = 64;
+/// Characters of a host's value that are told.
+const MOST_SHOWN: usize = 200;
 /// Pause after a failed accept, such as one for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// A connection that must close has so long to send what is written.
@@ -70,9 +76,10 @@ impl Fleet {
             let (place, handle, to_place) = Place::new(number, common.clone());
             tasks.spawn(place.run(stop.clone()));
             handles.push(handle);
-            doors.push(Door { free: Arc::new(Semaphore::new(1)), to_place });
+            doors.push(Door::new(to_place));
         }
-        let front = Front { secrets: config.secrets.clone(), common: common.clone(), vocabulary_digest, doors };
+        let house = House { common: common.clone(), vocabulary_digest, doors };
+        let front = Front { secrets: config.secrets.clone(), house };
         tasks.spawn(accept(listener, Arc::new(front), stop.clone()));
         tasks.spawn(config.secrets.follow());
         (handles, Self { stop, tasks })
@@ -92,15 +99,26 @@ impl Fleet {
 /// What there is to know at the door.
 struct Front {
     secrets: FrontSecrets,
-    common: Arc<Common>,
-    vocabulary_digest: String,
-    doors: Vec<Door>,
+    house: House,
+}
+
+/// The places, and what a host has to be for one of them.
+pub(super) struct House {
+    pub(super) common: Arc<Common>,
+    pub(super) vocabulary_digest: String,
+    pub(super) doors: Vec<Door>,
 }
 
 /// The way to a place. Its permit is held by the host that has it.
-struct Door {
+pub(super) struct Door {
     free: Arc<Semaphore>,
     to_place: mpsc::Sender<Session>,
+}
+
+impl Door {
+    pub(super) fn new(to_place: mpsc::Sender<Session>) -> Self {
+        Self { free: Arc::new(Semaphore::new(1)), to_place }
+    }
 }
 
 /// Why a host is not let in.
@@ -114,6 +132,8 @@ pub(super) enum Refusal {
     NoPlace(usize),
     #[error(transparent)]
     Malformed(#[from] Malformed),
+    #[error("its hello cannot be read: {0}")]
+    Unreadable(String),
     #[error("the host did not say hello within {HELLO_LIMIT:?}")]
     Silent,
 }
@@ -124,20 +144,17 @@ impl From<Refusal> for Status {
             Refusal::Token => Code::Unauthenticated,
             Refusal::Differs { .. } => Code::FailedPrecondition,
             Refusal::NoPlace(_) => Code::ResourceExhausted,
-            Refusal::Malformed(_) => Code::InvalidArgument,
+            Refusal::Malformed(_) | Refusal::Unreadable(_) => Code::InvalidArgument,
             Refusal::Silent => Code::DeadlineExceeded,
         };
         Status::new(code, refusal.to_string())
     }
 }
 
-impl Front {
+impl House {
     /// Checks what a host says, and gives it a place.
-    fn admit(&self, hello: Hello) -> Result<(&Door, OwnedSemaphorePermit, ModelInfo, HostStatus), Refusal> {
-        let Hello { version, token, model, vocabulary_digest, status } = hello;
-        if !self.secrets.current().token.is(&token) {
-            return Err(Refusal::Token);
-        }
+    pub(super) fn admit(&self, hello: Hello) -> Result<(&Door, OwnedSemaphorePermit, ModelInfo, HostStatus), Refusal> {
+        let Hello { version, model, vocabulary_digest, status } = hello;
         same("protocol version", &VERSION, &version, "run the same Looplane on both")?;
         let model = wire::model_of(model.ok_or(Malformed("the model of a host"))?);
         let status = wire::status_of(status.ok_or(Malformed("the state of a host"))?)?;
@@ -175,12 +192,16 @@ fn same<T: PartialEq + ToString>(
 ) -> Result<(), Refusal> {
     match ours == theirs {
         true => Ok(()),
-        false => Err(Refusal::Differs { field, ours: ours.to_string(), theirs: theirs.to_string(), remedy }),
+        false => {
+            // A refusal travels in a header, which has to be short.
+            let theirs = theirs.to_string().chars().take(MOST_SHOWN).collect();
+            Err(Refusal::Differs { field, ours: ours.to_string(), theirs, remedy })
+        }
     }
 }
 
 async fn accept(listener: TcpListener, front: Arc<Front>, stop: CancellationToken) {
-    let room = Arc::new(Semaphore::new(MOST_AT_THE_DOOR + front.doors.len()));
+    let room = Arc::new(Semaphore::new(MOST_AT_THE_DOOR + front.house.doors.len()));
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -228,6 +249,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, front: Arc<Front>) {
     let (closing, joined) = (CancellationToken::new(), CancellationToken::new());
     let visitor = Visitor { front, peer, closing: closing.clone(), joined: joined.clone() };
     let service = FleetServer::new(visitor).max_decoding_message_size(MOST_MESSAGE_BYTES);
+    let service = service.map_request(|call: hyper::Request<Incoming>| call.map(ShortFirst::new));
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(PING).max_concurrent_streams(1);
     builder.initial_stream_window_size(WINDOW_BYTES).initial_connection_window_size(WINDOW_BYTES);
@@ -264,16 +286,19 @@ impl FleetService for Visitor {
     async fn join(&self, request: Request<Streaming<HostMessage>>) -> Result<Response<Self::JoinStream>, Status> {
         let peer = self.peer;
         let closing = self.closing.clone().drop_guard();
-        let refuse = |refusal: Refusal| {
-            tracing::warn!("a host at {peer} is refused: {refusal}");
-            Status::from(refusal)
+        let (call, _, mut messages) = request.into_parts();
+        let (door, place, model, status) = match self.greet(&call, &mut messages).await {
+            Ok(admitted) => admitted,
+            Err(refusal) => {
+                tracing::warn!("a host at {peer} is refused: {refusal}");
+                // Without it the stream would be reset, perhaps before the host has read why.
+                tokio::spawn(async move {
+                    sleep(CLOSE_LIMIT).await;
+                    drop(messages);
+                });
+                return Err(refusal.into());
+            }
         };
-        let mut messages = request.into_inner();
-        let hello = timeout(HELLO_LIMIT, messages.message()).await.map_err(|_| refuse(Refusal::Silent))??;
-        let Some(HostMessage { message: Some(host_message::Message::Hello(hello)) }) = hello else {
-            return Err(refuse(Malformed("the hello of a host").into()));
-        };
-        let (door, place, model, status) = self.front.admit(hello).map_err(refuse)?;
         let (to_host, from_place) = mpsc::unbounded_channel();
         let session =
             Session { host: peer.to_string(), model, status, messages, to_host, _place: place, _connection: closing };
@@ -281,6 +306,24 @@ impl FleetService for Visitor {
         door.to_place.try_send(session).map_err(|_| Status::unavailable("the front end is shutting down"))?;
         self.joined.cancel();
         Ok(Response::new(UnboundedReceiverStream::new(from_place)))
+    }
+}
+
+impl Visitor {
+    /// Looks at the token, then at the hello.
+    async fn greet(
+        &self,
+        call: &MetadataMap,
+        messages: &mut Streaming<HostMessage>,
+    ) -> Result<(&Door, OwnedSemaphorePermit, ModelInfo, HostStatus), Refusal> {
+        if !self.front.secrets.current().token.is_shown(call) {
+            return Err(Refusal::Token);
+        }
+        let hello = timeout(HELLO_LIMIT, messages.message()).await.map_err(|_| Refusal::Silent)?;
+        match hello.map_err(|status| Refusal::Unreadable(with_causes(&status)))? {
+            Some(HostMessage { message: Some(host_message::Message::Hello(hello)) }) => self.front.house.admit(hello),
+            _ => Err(Malformed("the hello of a host").into()),
+        }
     }
 }
 

@@ -3,16 +3,19 @@
 //! The border is the engine's seam. On the front end's side [`place`] owns the other end of an [`EngineHandle`] and
 //! speaks to the host that has the place; [`listen`] lets hosts in, or says what does not fit. On the host [`host`]
 //! takes messages and drives a handle of its own: a group, or a router in front of several. So nothing else learns of
-//! the network. [`wire`] translates, [`secrets`] has certificates and the token.
+//! the network. [`wire`] translates, [`secrets`] has certificates and the token. [`Played`]
+//! is a host without a network.
 //!
 //! A stream is an epoch. What belongs to it ends with it on both ends: the front end hands its sequences on, prompt and
 //! tokens so far, and the host cancels them. What comes late is on a stream that nobody reads.
 //!
 //! [`EngineHandle`]: crate::engine::EngineHandle
 
+mod first;
 mod host;
 mod listen;
 mod place;
+mod played;
 mod secrets;
 mod session;
 #[cfg(test)]
@@ -28,6 +31,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use host::{HostError, JoinConfig, join};
 pub use listen::{Fleet, ListenConfig};
+pub use played::Played;
 pub use secrets::{FrontSecrets, HostSecrets, TlsFiles};
 
 /// Of the protocol: both ends have the same.
@@ -40,6 +44,8 @@ const MOST_SILENT: u32 = 5;
 const HELLO_LIMIT: Duration = Duration::from_secs(10);
 /// Bytes of a message: the longest prompt with log-probabilities of all of its tokens stays below.
 const MOST_MESSAGE_BYTES: usize = 256 << 20;
+/// Bytes of a host's first message.
+const MOST_HELLO_BYTES: u32 = 64 << 10;
 /// Bytes that may be under way to a receiver: a long prompt crosses in few round trips.
 const WINDOW_BYTES: u32 = 4 << 20;
 

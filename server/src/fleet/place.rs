@@ -1,34 +1,34 @@
-//! A place for a host: the other end of a replica's handle, which passes commands on to the host that has the place,
-//! and what that answers to their readers.
+//! A place for a host: the other end of a replica's handle, which passes commands on to the host that has the place.
+//! `readers` are told what comes of them, within `bounds`; `beats` knows when the host is lost.
+
+mod beats;
+mod bounds;
+mod readers;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use looplane_proto::fleet::v1::{
-    Answer, Beat, Events, HostMessage, Reader, Submit, Welcome, front_message, host_message,
-};
+use looplane_proto::fleet::v1::{Answer, HostMessage, Reader, Submit, Welcome, front_message, host_message};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use super::session::{Session, next};
-use super::wire::{self, HostStatus, Malformed, Passed};
-use super::{BEAT, MOST_SILENT, with_causes};
+use super::wire::{self, HostStatus, Malformed};
+use super::{BEAT, with_causes};
 use crate::engine::{
-    Command, EngineHandle, EngineState, Handed, Life, Load, ModelInfo, Moved, RestartError, Returned, SequenceEvent,
+    Command, EngineHandle, EngineState, Handed, Life, ModelInfo, Moved, RestartError, Returned, SequenceEvent,
     Submission, SubmitError, Unwanted, Work, sequence,
 };
 use crate::group::Common;
 use crate::metrics::{Ended, EngineMetrics};
+use beats::goes_on;
+use bounds::Fault;
 
 /// Between two looks whether readers that are behind have caught up.
 const LOOK: Duration = Duration::from_millis(50);
-/// Sequences of a lost host that nobody goes on with wait so long for a host.
-const AWAITED: Duration = Duration::from_secs(60);
-/// A sequence that was on so many hosts as they were lost, without getting on in between, fails: it may be why.
-const MOST_LOSSES: u32 = 3;
 /// What readers are told at the end.
 const SHUTTING_DOWN: &str = "the server is shutting down";
 
@@ -107,7 +107,7 @@ impl Place {
         }
     }
 
-    fn joined(&mut self, session: Session) {
+    pub(super) fn joined(&mut self, session: Session) {
         let (number, host) = (self.number, &session.host);
         tracing::info!("host {host} computes as replica {number}, with {}", goes_on(self.sequences.len()));
         session.send(front_message::Message::Welcome(Welcome { replica: number }));
@@ -130,26 +130,26 @@ impl Place {
         self.status(status);
     }
 
-    fn heard(&mut self, message: Result<Option<HostMessage>, Status>) {
+    pub(super) fn heard(&mut self, message: Result<Option<HostMessage>, Status>) {
         self.silent = 0;
         let understood = match message {
             Ok(Some(HostMessage { message: Some(host_message::Message::Answer(answer)) })) => self.answer(answer),
             Ok(Some(HostMessage { message: Some(host_message::Message::Events(events)) })) => self.events(events),
             Ok(Some(HostMessage { message: Some(host_message::Message::Status(status)) })) => {
-                wire::status_of(status).map(|status| self.status(status))
+                wire::status_of(status).map(|status| self.status(status)).map_err(Fault::from)
             }
             Ok(Some(HostMessage { message: Some(host_message::Message::Hello(_)) | None })) => {
-                Err(Malformed("an answer, events or a status"))
+                Err(Malformed("an answer, events or a status").into())
             }
             Ok(None) => return self.lost("it ended its stream"),
             Err(status) => return self.lost(&format!("its stream broke: {}", with_causes(&status))),
         };
-        if let Err(error) = understood {
-            self.lost(&error.to_string());
+        if let Err(fault) = understood {
+            self.lost(&fault.to_string());
         }
     }
 
-    fn answer(&mut self, Answer { submission, refused }: Answer) -> Result<(), Malformed> {
+    fn answer(&mut self, Answer { submission, refused }: Answer) -> Result<(), Fault> {
         let (first, submission) = self.submissions.remove(&submission).ok_or(Malformed("the number of a request"))?;
         if let Some(error) = refused {
             submission.refuse(wire::refusal_of(error)?);
@@ -170,48 +170,6 @@ impl Place {
         Ok(())
     }
 
-    fn events(&mut self, Events { sequence, events }: Events) -> Result<(), Malformed> {
-        events.into_iter().try_for_each(|event| self.event(sequence, wire::event_of(event)?))
-    }
-
-    fn event(&mut self, number: u64, passed: Passed) -> Result<(), Malformed> {
-        let vocab_size = self.session.as_ref().map_or(0, |session| session.model.vocab_size);
-        // One that was cancelled while this was on its way.
-        let Some(Moved { sequence, sender, life, .. }) = self.sequences.get_mut(&number) else { return Ok(()) };
-        let (now, metrics) = (Instant::now(), &self.metrics);
-        let event = match passed {
-            Passed::Prompt { cached_tokens, prefill, logprobs } => {
-                life.admitted(now.checked_sub(prefill).unwrap_or(now), metrics);
-                (sequence.was_admitted, sequence.cached_tokens) = (true, cached_tokens);
-                SequenceEvent::Prompt { cached_tokens, times: Box::new(life.times(now)), logprobs }
-            }
-            Passed::Drafts(step) => {
-                metrics.drafts(step);
-                SequenceEvent::Drafts(step)
-            }
-            Passed::Token(token) => {
-                if token.id >= vocab_size {
-                    return Err(Malformed("a token of the vocabulary"));
-                }
-                if sequence.generated.len() >= sequence.request.max_tokens as usize {
-                    return Err(Malformed("the end of a sequence behind its last token"));
-                }
-                sequence.token(token.id);
-                SequenceEvent::Token(token)
-            }
-            Passed::Finished(reason) => SequenceEvent::Finished(reason),
-            Passed::Failed(reason) => SequenceEvent::Failed(reason),
-        };
-        let ended = event.count(life, now, metrics);
-        sender.send(event);
-        if let Some(how) = ended {
-            self.end(number, how);
-        } else if sender.is_behind() && self.behind.insert(number) {
-            self.send(front_message::Message::Reader(Reader { sequence: number, behind: true }));
-        }
-        Ok(())
-    }
-
     fn status(&mut self, status: HostStatus) {
         let Some(session) = &mut self.session else { return };
         let (HostStatus { state, load, page_positions, kv_bytes }, host) = (status.clone(), &session.host);
@@ -228,13 +186,13 @@ impl Place {
             EngineState::Loading(words) => EngineState::Loading(format!("host {host}: {words}")),
             // Only this server's own end is shown as that.
             EngineState::Draining => EngineState::Loading(format!("host {host} is shutting down")),
-            EngineState::Failed(why) => EngineState::Loading(format!("host {host} has failed: {why}")),
+            EngineState::Failed(why) => return self.lost(&format!("its workers are given up: {why}")),
         };
         session.status = status;
         self.show(state);
     }
 
-    fn command(&mut self, command: Command) {
+    pub(super) fn command(&mut self, command: Command) {
         match command {
             Command::Submit(submission) => self.submit(submission),
             Command::Cancel { sequence, taken, because } => self.cancel(sequence, taken, because),
@@ -308,85 +266,6 @@ impl Place {
         self.sequences.insert(number, moved);
     }
 
-    fn beat(&mut self) {
-        if self.session.is_none() {
-            if self.lost_at.is_some_and(|at| at.elapsed() >= AWAITED) {
-                self.fail_all(&format!("the host that computed it was lost, and none has joined for {AWAITED:?}"));
-            }
-            return;
-        }
-        self.silent += 1;
-        if self.silent > MOST_SILENT {
-            return self.lost(&format!("it said nothing for {:?}", BEAT * MOST_SILENT));
-        }
-        self.send(front_message::Message::Beat(Beat {}));
-    }
-
-    /// Readers that have caught up are sent more.
-    fn notice_readers(&mut self) {
-        let Self { behind, sequences, session, .. } = self;
-        behind.retain(|&sequence| {
-            let is_behind = sequences.get(&sequence).is_some_and(|moved| !moved.sender.has_caught_up());
-            if let Some(session) = session.as_ref().filter(|_| !is_behind) {
-                session.send(front_message::Message::Reader(Reader { sequence, behind: false }));
-            }
-            is_behind
-        });
-    }
-
-    /// The host is given up. What it had goes on elsewhere, or waits.
-    fn lost(&mut self, reason: &str) {
-        let Some(session) = self.session.take() else { return };
-        let (number, host, is_leaving) = (self.number, &session.host, session.is_leaving());
-        let count = goes_on(self.sequences.len());
-        session.end(format!("given up by the front end: {reason}"));
-        if is_leaving {
-            tracing::info!("host {host} has left as replica {number}, with {count}");
-        } else {
-            tracing::warn!("host {host} is lost as replica {number}: {reason}; it had {count}");
-            self.metrics.losses.inc();
-        }
-        let words = match is_leaving {
-            true => format!("host {host} has left; waiting for a host to join"),
-            false => format!("host {host} was lost ({reason}); waiting for a host to join"),
-        };
-        drop(session);
-        for (_, (_, submission)) in std::mem::take(&mut self.submissions) {
-            submission.refuse(SubmitError::Unavailable(format!("without the host that was asked: {words}")));
-        }
-        for (number, mut moved) in std::mem::take(&mut self.sequences) {
-            // The word of its end was on its way.
-            if let Some(reason) = moved.sequence.ended() {
-                self.behind.remove(&number);
-                moved.sender.send(SequenceEvent::Finished(reason));
-                moved.life.end(reason.into(), Instant::now(), &self.metrics);
-                continue;
-            }
-            if !is_leaving {
-                moved.sequence.lost();
-            }
-            if moved.sequence.losses > MOST_LOSSES {
-                self.behind.remove(&number);
-                let losses = moved.sequence.losses;
-                self.fail(moved, &format!("hosts were lost {losses} times in a row while they had this request"));
-            } else {
-                self.sequences.insert(number, moved);
-            }
-        }
-        self.lost_at = Some(Instant::now());
-        let preemptions = self.metrics.load().preemptions;
-        self.metrics.set_load(Load { preemptions, ..Load::default() });
-        // The router sees it, and has this place hand over.
-        self.show(EngineState::Loading(words));
-    }
-
-    fn end(&mut self, number: u64, how: Ended) {
-        self.behind.remove(&number);
-        if let Some(moved) = self.sequences.remove(&number) {
-            moved.life.end(how, Instant::now(), &self.metrics);
-        }
-    }
-
     fn fail(&self, moved: Moved, reason: &str) {
         let Moved { sender, life, .. } = moved;
         sender.send(SequenceEvent::Failed(reason.into()));
@@ -411,6 +290,10 @@ impl Place {
         }
     }
 
+    pub(super) fn has_host(&self) -> bool {
+        self.session.is_some()
+    }
+
     fn send(&self, message: front_message::Message) {
         if let Some(session) = &self.session {
             session.send(message);
@@ -423,13 +306,5 @@ impl Place {
             *state = next;
             changed
         });
-    }
-}
-
-fn goes_on(sequences: usize) -> String {
-    match sequences {
-        0 => "no sequence".into(),
-        1 => "1 sequence that goes on".into(),
-        count => format!("{count} sequences that go on"),
     }
 }

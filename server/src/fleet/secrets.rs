@@ -8,6 +8,7 @@ use std::{
 
 use rustls::{ClientConfig, ServerConfig, crypto::ring, server::WebPkiClientVerifier, version::TLS13};
 use subtle::ConstantTimeEq;
+use tonic::metadata::{AsciiMetadataValue, MetadataMap};
 
 use crate::{
     pem,
@@ -19,6 +20,9 @@ const KEY_OPTION: &str = "--join-key";
 const CLIENT_CA_OPTION: &str = "--join-client-ca";
 const CA_OPTION: &str = "--join-ca";
 const TOKEN_OPTION: &str = "--join-token-file";
+
+/// Metadata are read before any message.
+const SHOWN_IN: &str = "authorization";
 
 /// Files of mutual TLS.
 #[derive(Debug, Clone)]
@@ -48,14 +52,21 @@ impl Token {
         }
     }
 
-    /// Whether it is the one that is shown; takes as long wherever they differ.
-    pub(super) fn is(&self, shown: &str) -> bool {
-        self.0.as_bytes().ct_eq(shown.as_bytes()).into()
+    /// Whether it is the one that a call shows; takes as long wherever they differ.
+    pub(super) fn is_shown(&self, call: &MetadataMap) -> bool {
+        let shown = call.get(SHOWN_IN).map_or(&b""[..], |shown| shown.as_bytes());
+        self.bearer().as_bytes().ct_eq(shown).into()
     }
 
-    /// To be shown.
-    pub(super) fn show(&self) -> String {
-        self.0.clone()
+    /// Has a call show it.
+    pub(super) fn show(&self, call: &mut MetadataMap) {
+        let mut shown: AsciiMetadataValue = self.bearer().parse().expect("it is visible ASCII");
+        shown.set_sensitive(true);
+        call.insert(SHOWN_IN, shown);
+    }
+
+    fn bearer(&self) -> String {
+        format!("Bearer {}", self.0)
     }
 }
 

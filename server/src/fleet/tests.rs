@@ -5,17 +5,25 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use looplane_proto::fleet::v1::fleet_client::FleetClient;
+use looplane_proto::fleet::v1::{Answer, Events, FrontMessage, Hello, HostMessage, front_message, host_message};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::runtime::Runtime;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, sleep, timeout};
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::{Code, Request, Status, Streaming};
 
+use super::wire::{HostStatus, Passed};
 use super::*;
+use crate::drafts::DraftStep;
 use crate::engine::{
-    EngineHandle, EngineState, FinishReason, SequenceEvent, SequenceStream, Standing, SubmitError, Unwanted,
+    EngineHandle, EngineState, FinishReason, GeneratedToken, Load, ModelInfo, SequenceEvent, SequenceStream, Standing,
+    SubmitError, Unwanted,
 };
-use crate::group::fake::{FakeLauncher, Script};
+use crate::group::fake::{FakeLauncher, Script, Trouble};
 use crate::group::tests::{config, read, submit, until};
 use crate::group::{Common, GroupConfig};
 use crate::listener::StopSignal;
@@ -189,10 +197,22 @@ impl Host {
     }
 
     async fn start_with(front: &FrontEnd, port: u16, word: &str, vocabulary_digest: String, script: Script) -> Self {
+        Self::start_as(front, port, word, vocabulary_digest, config(1), move |_| script.clone()).await
+    }
+
+    /// `script` is asked with the number of a start of the workers, from 0.
+    async fn start_as(
+        front: &FrontEnd,
+        port: u16,
+        word: &str,
+        vocabulary_digest: String,
+        config: GroupConfig,
+        script: impl Fn(u32) -> Script + Send + Sync + 'static,
+    ) -> Self {
         let secrets = HostSecrets::load(None, token(&front.dir, &format!("token-{word}"), word)).unwrap();
         let common = Arc::new(Common::new(Duration::from_secs(600)));
-        let launcher = FakeLauncher::new(1, move |_, _| script.clone());
-        let (handle, replicas) = router::spawn(config(1), &common, Vec::new(), |_| launcher.clone()).unwrap();
+        let launcher = FakeLauncher::new(1, move |start, _| script(start));
+        let (handle, replicas) = router::spawn(config, &common, Vec::new(), |_| launcher.clone()).unwrap();
         let stop = StopSignal::default();
         let drain = Duration::from_secs(30);
         let join_config = JoinConfig { front: "127.0.0.1".into(), port, secrets, vocabulary_digest, drain };
@@ -353,6 +373,79 @@ async fn a_host_that_is_shut_down_ends_what_it_has_and_is_no_loss() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_last_messages_of_a_host_that_leaves_are_read_over_a_slow_network() {
+    let front = Arc::new(FrontEnd::start(1, 1).await);
+    front.ready(0).await;
+    let proxy = Proxy::to(front.port).await;
+    let (started, starting) = oneshot::channel();
+    // As a process of its own: with its end its connection is closed, and what is under way is lost.
+    let host = spawn_blocking({
+        let (front, port) = (front.clone(), proxy.port);
+        move || {
+            let runtime = Runtime::new().unwrap();
+            let ended = runtime.block_on(async {
+                let mut host = Host::start(&front, port).await;
+                started.send(host.stop.clone()).unwrap();
+                host.end().await
+            });
+            runtime.shutdown_background();
+            ended
+        }
+    });
+    let stop = starting.await.unwrap();
+    front.ready(1).await;
+    let before = front.prompted(0);
+    // One on each: that of the host is under way to its end as it leaves.
+    let streams = many(&front, 2, 40).await;
+    proxy.net.send_replace(Net::Up(Duration::from_millis(300)));
+    stop.drain.cancel();
+    all_whole(streams).await;
+    assert_eq!(host.await.unwrap(), Ok(()));
+    let computed = front.prompted(0) - before;
+    assert!(computed < 8, "nothing is computed again: {computed} tokens of prompts, beside one of 6 or 7");
+    assert_eq!(front.handle.replicas()[1].metrics.losses.get(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sequences_of_a_host_whose_workers_are_given_up_go_on_elsewhere() {
+    let front = FrontEnd::start(1, 1).await;
+    front.ready(0).await;
+    let mut config = config(1);
+    config.timeouts.loss_window = Duration::from_millis(100);
+    let script = |start| match start {
+        0 => Script { after: Some((60, Trouble::Exit)), ..slow() },
+        _ => Script { exits_at_once: true, ..slow() },
+    };
+    let mut host = Host::start_as(&front, front.port, "secret", String::new(), config, script).await;
+    front.ready(1).await;
+    let streams = many(&front, 8, 100).await;
+    let lost = |state: &EngineState| matches!(state, EngineState::Loading(words) if words.contains("are given up"));
+    front.until(1, lost).await;
+    all_whole(streams).await;
+    let ended = host.end().await;
+    assert!(matches!(&ended, Err(HostError::Engine(why)) if why.contains("failed 3 times in a row")), "{ended:?}");
+    assert_eq!(front.handle.replicas()[1].metrics.losses.get(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_next_host_cannot_hold_fails_by_name_and_the_rest_goes_on() {
+    let front = FrontEnd::start(0, 1).await;
+    let host = Host::start(&front, front.port).await;
+    front.ready(0).await;
+    let long = submit(&front.handle, request(1, 5, 200, vec![])).await.unwrap();
+    let short = many(&front, 1, 50).await;
+    drop(host);
+    front.until(0, |state| matches!(state, EngineState::Loading(_))).await;
+    // Room for 100 positions.
+    let script = Script { kv_pages: 24, ..slow() };
+    let _host = Host::start_with(&front, front.port, "secret", String::new(), script).await;
+    let (_, end) = timeout(LIMIT, read(long)).await.unwrap();
+    let SequenceEvent::Failed(why) = end else { panic!("{end:?}") };
+    assert!(why.contains("the context of the next, 127.0.0.1:") && why.contains("is too small for it"), "{why}");
+    all_whole(short).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_does_not_fit_is_refused_on_both_ends_and_a_full_house_is_asked_again() {
     let mut front = FrontEnd::start(1, 1).await;
     front.ready(0).await;
@@ -394,6 +487,121 @@ async fn what_does_not_fit_is_refused_on_both_ends_and_a_full_house_is_asked_aga
     second.idle().await;
     assert!(!second.ended.as_ref().unwrap().is_finished());
     second.stop.drain.cancel();
+}
+
+/// Calls `Join` as no host of ours does: with this token, and what comes out of a channel.
+async fn call(
+    front: &FrontEnd,
+    word: &str,
+    outgoing: mpsc::UnboundedReceiver<HostMessage>,
+) -> Result<Streaming<FrontMessage>, Status> {
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://127.0.0.1:{}", front.port)).unwrap();
+    let mut client = FleetClient::new(channel.connect().await.unwrap());
+    let mut call = Request::new(UnboundedReceiverStream::new(outgoing));
+    call.metadata_mut().insert("authorization", format!("Bearer {word}").parse().unwrap());
+    let messages = client.join(call).await?.into_inner();
+    // The connection lives as long as the client.
+    tokio::spawn(async move {
+        let _client = client;
+        sleep(LIMIT).await;
+    });
+    Ok(messages)
+}
+
+/// The hello of a host that fits, of which the vocabulary's digest, which is looked at last, has so many bytes.
+fn hello(vocabulary_bytes: usize) -> HostMessage {
+    let model = ModelInfo {
+        model_digest: "digest".into(),
+        architecture: "FakeForCausalLM".into(),
+        vocab_size: 1000,
+        max_context: 260,
+        tensor_parallel: 1,
+        bit_domain: "fake".into(),
+    };
+    let status = HostStatus { state: EngineState::Ready, load: Load::default(), page_positions: 4, kv_bytes: 0 };
+    say(host_message::Message::Hello(Hello {
+        version: VERSION,
+        model: Some(wire::model(&model)),
+        vocabulary_digest: "a".repeat(vocabulary_bytes),
+        status: Some(wire::status(status)),
+    }))
+}
+
+fn say(message: host_message::Message) -> HostMessage {
+    HostMessage { message: Some(message) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_message_is_read_without_the_token_and_none_that_is_long_before_a_host_has_its_place() {
+    let front = FrontEnd::start(0, 1).await;
+    let (to_front, outgoing) = mpsc::unbounded_channel();
+    // Nothing is ever said, and yet there is an answer: the token is looked at before.
+    let refused = timeout(HELLO_LIMIT / 2, call(&front, "wrong", outgoing)).await.unwrap().unwrap_err();
+    assert_eq!((refused.code(), refused.message().contains("the token is wrong")), (Code::Unauthenticated, true));
+    drop(to_front);
+    for (bytes, code, says) in [
+        (64 << 10, Code::InvalidArgument, "bytes, and may have 65536"),
+        (63 << 10, Code::FailedPrecondition, "texts of the tokens"),
+    ] {
+        let (to_front, outgoing) = mpsc::unbounded_channel();
+        to_front.send(hello(bytes)).unwrap();
+        let refused = call(&front, "secret", outgoing).await.unwrap_err();
+        assert!(refused.code() == code && refused.message().contains(says), "{refused}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_says_what_no_engine_would_is_lost_and_both_ends_say_why() {
+    let front = FrontEnd::start(0, 1).await;
+    let event = |event| wire::event(event);
+    let token = |id| event(Passed::Token(GeneratedToken { id, logprob: None, top: Vec::new() }));
+    let drafts = |drafted, accepted| event(Passed::Drafts(DraftStep { drafted, accepted }));
+    let much = Load { waiting: u64::MAX, ..Load::default() };
+    let status = HostStatus { state: EngineState::Ready, load: much, page_positions: 4, kv_bytes: 0 };
+    let events = |events| host_message::Message::Events(Events { sequence: 0, events });
+    for (message, says) in [
+        (events(vec![drafts(u32::MAX, 0), token(1)]), "0 of 4294967295 drafts accepted, where a step has 32"),
+        (events(vec![token(1000)]), "token 1000 of a vocabulary of 1000"),
+        (events((0..21).map(token).collect()), "21 tokens, where 20 were asked for"),
+        (host_message::Message::Status(wire::status(status)), "a load that a host can have"),
+    ] {
+        let (to_front, outgoing) = mpsc::unbounded_channel();
+        to_front.send(hello(0)).unwrap();
+        let mut messages = call(&front, "secret", outgoing).await.unwrap();
+        front.ready(0).await;
+        let asked = tokio::spawn({
+            let handle = front.handle.clone();
+            async move { submit(&handle, request(1, 5, 20, vec![])).await }
+        });
+        let submitted = loop {
+            match messages.message().await.unwrap().unwrap().message {
+                Some(front_message::Message::Submit(submitted)) => break submitted,
+                _ => continue,
+            }
+        };
+        let answer = Answer { submission: submitted.submission, refused: None };
+        to_front.send(say(host_message::Message::Answer(answer))).unwrap();
+        let stream = asked.await.unwrap().unwrap();
+        // Numbers go on from host to host.
+        let message = match message {
+            host_message::Message::Events(events) => {
+                host_message::Message::Events(Events { sequence: submitted.first_sequence, ..events })
+            }
+            other => other,
+        };
+        to_front.send(say(message)).unwrap();
+        front.until(0, |state| matches!(state, EngineState::Loading(words) if words.contains(says))).await;
+        let status = loop {
+            match messages.message().await {
+                Ok(Some(_)) => continue,
+                Ok(None) => panic!("it is told why"),
+                Err(status) => break status,
+            }
+        };
+        assert!(status.message().contains("given up by the front end") && status.message().contains(says), "{status}");
+        drop(stream);
+    }
+    assert_eq!(front.handle.replicas()[0].metrics.losses.get(), 4);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -12,6 +12,11 @@ use crate::engine::{
     Standing, SubmitError, TokenBounds, Unwanted,
 };
 
+/// Of anything that a host counts: the sum over all hosts stays a number.
+const MOST_OF_ANY: u64 = 1 << 56;
+/// What a host says of its state.
+const MOST_WORDS_BYTES: usize = 64 << 10;
+
 /// A message lacks what it cannot be without, or has a value that this protocol does not know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} is missing or unknown in a message of fleet/v1: both ends have to be of one version")]
@@ -378,6 +383,10 @@ pub(super) fn status_of(of: wire::Status) -> Result<HostStatus, Malformed> {
     let wire::Status { state, words, load, page_positions, kv_bytes } = of;
     let load = load.ok_or(Malformed("the load of a host"))?;
     let wire::Load { running, waiting, kv_pages_used, kv_pages_cached, kv_pages, preemptions } = load;
+    let counts = [running, waiting, kv_pages_used, kv_pages_cached, kv_pages, preemptions, page_positions, kv_bytes];
+    if counts.iter().any(|&count| count > MOST_OF_ANY) || words.len() > MOST_WORDS_BYTES {
+        return Err(Malformed("a load that a host can have, or what it says in few words"));
+    }
     let state = match State::try_from(state) {
         Ok(State::Loading) => EngineState::Loading(words),
         Ok(State::Ready) => EngineState::Ready,

@@ -32,6 +32,9 @@ mod tests;
 /// Messages taken at once before plans are built: enough for a burst to enter one plan, few enough to stay prompt.
 const BURST: usize = 256;
 
+/// Whoever stands in front of a replica that is given up has so long to take its sequences.
+const HANDED_OVER_WITHIN: Duration = Duration::from_millis(500);
+
 /// The supervisor's ends of everything.
 pub(super) struct Channels {
     pub(super) commands: mpsc::UnboundedReceiver<Command>,
@@ -318,9 +321,13 @@ impl Supervisor {
         // Whoever watches the state says so to the user.
         tracing::debug!("given up: {reason}");
         self.replacement = None;
-        self.delivery.fail_all(&reason);
         self.delivery.close(format!("unable to serve the model: {reason}"));
-        self.show(EngineState::Failed(reason));
+        // First the state: who stands in front takes what can go on elsewhere, and the rest fails.
+        self.show(EngineState::Failed(reason.clone()));
+        if self.delivery.sequences() > 0 {
+            self.wait_unless_stopped(sleep(HANDED_OVER_WITHIN)).await;
+        }
+        self.delivery.fail_all(&reason);
         self.wait_unless_stopped(std::future::pending::<()>()).await;
     }
 

@@ -1,4 +1,5 @@
-//! The OpenAI-style HTTP interface: routes, health, and the rules that hold for every request.
+//! The HTTP interface: routes, health, and the rules that hold for every request. `serve` has what answers requests,
+//! `operate` what tells of the server and changes how it runs.
 
 use std::{any::Any, sync::Arc, time::Instant};
 
@@ -17,36 +18,21 @@ use tower_http::catch_panic::CatchPanicLayer;
 use uuid::Uuid;
 
 mod access;
-mod anthropic;
-mod completions;
-mod dialect;
 mod error;
-mod events;
 mod fields;
-mod info;
 mod json;
-mod machine;
-mod message;
-mod messages;
-mod metrics;
-mod openapi;
-mod page;
-mod parse;
+mod operate;
 mod quota;
-mod render;
-mod replicas;
-mod responses;
-mod tokens;
-mod tools;
+mod serve;
 mod unread;
-mod wire;
 
 pub use access::Access;
 pub use error::ApiError;
 use error::ErrorCode;
-pub use info::Settings;
-pub use openapi::document;
-pub use responses::ResponseStore;
+use operate::{info, machine, metrics, openapi, page, replicas};
+pub use operate::{info::Settings, openapi::document};
+pub use serve::responses::ResponseStore;
+use serve::{anthropic, completions, render, responses, tokens};
 
 use crate::{
     engine::EngineState,
@@ -156,20 +142,39 @@ pub fn routes() -> Vec<(&'static str, MethodRouter<App>)> {
         ("/replicas/{id}/restart", post(replicas::restart)),
         ("/machine", get(machine::machine)),
         ("/requests/{*id}", delete(machine::abort)),
-        ("/ping", get(ready).post(ready)),
-        ("/health", get(ready)),
-        ("/health/live", get(live)),
-        ("/health/ready", get(ready)),
-        ("/metrics", get(async |State(app): State<App>| metrics::scrape(&app.registry))),
     ];
+    routes.extend(probes());
     routes.extend(OTHER_MODELS.map(|(path, what)| (path, refuse(what))));
     routes.extend(ELSEWHERE.map(|(path, instead)| (path, refer(instead))));
     routes
 }
 
-/// The service as a whole; `grpc` answers the gRPC methods on the same port. Every layer holds for every route.
+/// What is asked to see whether the server lives and serves, and how it fares.
+fn probes() -> [(&'static str, MethodRouter<App>); 5] {
+    [
+        ("/ping", get(ready).post(ready)),
+        ("/health", get(ready)),
+        ("/health/live", get(live)),
+        ("/health/ready", get(ready)),
+        ("/metrics", get(async |State(app): State<App>| metrics::scrape(&app.registry))),
+    ]
+}
+
+/// The service as a whole; `grpc` answers the gRPC methods on the same port.
 pub fn router(app: App, grpc: Router) -> Router {
-    let routes = routes().into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods));
+    ruled(app, routes(), grpc)
+}
+
+/// Of a host that computes for another front end: it says how it is, and serves nobody.
+pub fn probes_alone(app: App) -> Router {
+    let here =
+        get(async || "Looplane computes here for another front end: GET /metrics, /health/live, /health/ready\n");
+    ruled(app, probes().into_iter().chain([("/", here)]), Router::new())
+}
+
+/// Every layer holds for every route.
+fn ruled(app: App, routes: impl IntoIterator<Item = (&'static str, MethodRouter<App>)>, grpc: Router) -> Router {
+    let routes = routes.into_iter().fold(Router::new(), |router, (path, methods)| router.route(path, methods));
     let router = routes
         .method_not_allowed_fallback(wrong_method)
         .with_state(app.clone())

@@ -30,7 +30,7 @@ use crate::{
     http::{self, Access, App, ResponseStore, Settings},
     metrics::FrontMetrics,
     text::Text,
-    trace::Otlp,
+    trace::{Exporting, Otlp},
     upload::Uploads,
 };
 
@@ -137,59 +137,119 @@ pub async fn run(
     stop: StopSignal,
 ) -> Result<(), ServeError> {
     let address = listener.local_addr()?;
-    let is_local = address.ip().is_loopback();
-    if options.access.keys.is_none() && !is_local {
+    if options.access.keys.is_none() && !address.ip().is_loopback() {
         tracing::warn!(
             "whoever can reach {address} may use this server: ask for keys (--api-key-file, --api-key), or listen on \
              127.0.0.1 only (--host)"
         );
     }
-    let base_url = base_url(address, options.tls.is_some()).into();
-    let settings = options.settings();
-    let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
-    let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, otlp, .. } =
-        options;
-    let mut frontend =
-        Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads, options.large_work);
-    let exporting = otlp.map(|otlp| {
-        let (traces, exporting) = otlp.start(frontend.model_id.clone(), frontend.metrics.spans.clone());
-        frontend.traces = Some(traces);
-        exporting
+    let drain = options.drain;
+    let service = Service::new(address, engine, text, options, |app| {
+        let grpc = grpc::router(app.frontend.clone());
+        http::router(app, grpc)
     });
-    let frontend = Arc::new(frontend);
-    let grpc = grpc::router(frontend.clone());
-    // They end with this function.
-    let mut followers = JoinSet::new();
-    if let Some(keys) = &access.keys {
-        followers.spawn(keys.clone().follow());
-    }
-    if let Some(tls) = &tls {
-        followers.spawn(tls.clone().follow());
-    }
-    let app = App::new(frontend.clone(), base_url, is_local, access, ResponseStore::new(response_store), settings);
-    let (open, all_closed) = mpsc::channel(1);
-    let connections = Connections {
-        router: http::router(app, grpc),
-        tls,
-        limits: options.client_limits,
-        places: Arc::new(Places::new(options.max_connections)),
-        metrics: frontend.metrics.clone(),
-        open,
-        finish: CancellationToken::new(),
-        abort: CancellationToken::new(),
-    };
-
     let ended = tokio::select! {
-        () = connections.accept(listener) => Ok(()),
-        ended = until_stopped(&frontend, options.drain, &stop) => ended,
+        () = service.connections.accept(listener) => Ok(()),
+        ended = until_stopped(&service.frontend, drain, &stop) => ended,
     };
-    frontend.draining.cancel();
-    frontend.closing.cancel();
-    connections.close(all_closed).await;
-    if let Some(exporting) = exporting {
-        exporting.finish().await;
-    }
+    service.close().await;
     ended
+}
+
+/// Serves `/metrics` and health on `listener`, of a host that computes for another front end, until `stop.now`. From
+/// `stop.drain` on it says that it shuts down.
+///
+/// # Errors
+/// If the socket fails.
+pub async fn watch(
+    listener: TcpListener,
+    engine: EngineHandle,
+    text: Arc<Text>,
+    options: ServeOptions,
+    stop: StopSignal,
+) -> Result<(), ServeError> {
+    let address = listener.local_addr()?;
+    if options.access.keys.is_none() && !address.ip().is_loopback() {
+        tracing::warn!(
+            "whoever can reach {address} may read this host's metrics: ask for keys (--api-key-file, --api-key), or \
+             listen on 127.0.0.1 only (--metrics-listen)"
+        );
+    }
+    let service = Service::new(address, engine, text, options, http::probes_alone);
+    tokio::select! {
+        () = service.connections.accept(listener) => {}
+        () = stop.now.cancelled() => {}
+        () = async {
+            stop.drain.cancelled().await;
+            service.frontend.draining.cancel();
+            std::future::pending().await
+        } => {}
+    }
+    service.close().await;
+    Ok(())
+}
+
+/// A front end with its connections, and the tasks that keep it true to its files.
+struct Service {
+    frontend: Arc<Frontend>,
+    connections: Connections,
+    all_closed: mpsc::Receiver<()>,
+    exporting: Option<Exporting>,
+    _followers: JoinSet<()>,
+}
+
+impl Service {
+    fn new(
+        address: SocketAddr,
+        engine: EngineHandle,
+        text: Arc<Text>,
+        options: ServeOptions,
+        router: impl FnOnce(App) -> Router,
+    ) -> Self {
+        let (is_local, base_url) = (address.ip().is_loopback(), base_url(address, options.tls.is_some()).into());
+        let settings = options.settings();
+        let uploads = Uploads::new(options.max_body_bytes, options.client_limits.body);
+        let ServeOptions { model_id, draft_report, max_concurrent_requests, access, tls, response_store, otlp, .. } =
+            options;
+        let mut frontend =
+            Frontend::new(engine, text, model_id, draft_report, max_concurrent_requests, uploads, options.large_work);
+        let exporting = otlp.map(|otlp| {
+            let (traces, exporting) = otlp.start(frontend.model_id.clone(), frontend.metrics.spans.clone());
+            frontend.traces = Some(traces);
+            exporting
+        });
+        let frontend = Arc::new(frontend);
+        let mut followers = JoinSet::new();
+        if let Some(keys) = &access.keys {
+            followers.spawn(keys.clone().follow());
+        }
+        if let Some(tls) = &tls {
+            followers.spawn(tls.clone().follow());
+        }
+        let app = App::new(frontend.clone(), base_url, is_local, access, ResponseStore::new(response_store), settings);
+        let (open, all_closed) = mpsc::channel(1);
+        let connections = Connections {
+            router: router(app),
+            tls,
+            limits: options.client_limits,
+            places: Arc::new(Places::new(options.max_connections)),
+            metrics: frontend.metrics.clone(),
+            open,
+            finish: CancellationToken::new(),
+            abort: CancellationToken::new(),
+        };
+        Self { frontend, connections, all_closed, exporting, _followers: followers }
+    }
+
+    /// Ends what still runs, and all connections.
+    async fn close(self) {
+        self.frontend.draining.cancel();
+        self.frontend.closing.cancel();
+        self.connections.close(self.all_closed).await;
+        if let Some(exporting) = self.exporting {
+            exporting.finish().await;
+        }
+    }
 }
 
 /// `http://` or `https://`, and where clients on this machine reach the address.

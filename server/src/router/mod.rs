@@ -194,6 +194,7 @@ impl Router {
     fn look(&mut self) {
         let states: Vec<EngineState> = self.replicas.iter().map(Member::state).collect();
         let is_any_ready = states.contains(&EngineState::Ready);
+        let is_any_left = !states.iter().all(EngineState::is_failed);
         for (index, (replica, state)) in self.replicas.iter_mut().zip(&states).enumerate() {
             let is_ready = *state == EngineState::Ready;
             if replica.was_ready && !is_ready {
@@ -201,7 +202,8 @@ impl Router {
             }
             replica.was_ready = is_ready;
             // Only one whose group is lost, or about to end, does: the others go on by themselves.
-            if is_any_ready && !is_ready && *state != EngineState::Draining && replica.work() > 0 {
+            let can_go_on = is_any_ready || (is_any_left && state.is_failed());
+            if can_go_on && !is_ready && *state != EngineState::Draining && replica.work() > 0 {
                 // One that is gone has nothing left.
                 let _ = replica.commands.send(Command::HandOver(self.returned_sender.clone()));
             }

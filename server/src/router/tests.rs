@@ -170,6 +170,29 @@ async fn while_none_is_up_requests_wait_for_the_first_that_is() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_a_replica_has_that_is_given_up_waits_for_one_that_is_not() {
+    let mut config = GroupConfig { replicas: 2, ..config(1) };
+    config.timeouts.loss_window = Duration::from_millis(100);
+    // The first never starts again; the second takes its time, and is no help meanwhile.
+    let (handle, _replicas) = start_with(config, |replica, start| Script {
+        after: (start == 0).then_some((20, Trouble::Exit)),
+        exits_at_once: replica == 0 && start > 0,
+        load_hangs: replica == 1 && start == 1,
+        ..slow()
+    });
+    all_ready(&handle).await;
+    let requests: Vec<_> = (0..6).map(|seed| request(seed, 6, 60, vec![])).collect();
+    let mut streams = Vec::new();
+    for request in &requests {
+        streams.push(submit(&handle, request.clone()).await.unwrap());
+    }
+    for (stream, request) in streams.into_iter().zip(&requests) {
+        assert_eq!(read(stream).await.0, expected(request).0);
+    }
+    assert!(handle.replicas()[0].state.borrow().is_failed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_a_full_replica_refuses_is_tried_at_the_others() {
     let mut config = GroupConfig { replicas: 2, ..config(1) };
     config.limits.max_waiting_requests = 2;

@@ -1,6 +1,7 @@
 //! The table of targets, and their bodies by where the bytes come from.
 
 mod config;
+mod fleet;
 mod grammars;
 mod model;
 mod output;
@@ -45,6 +46,8 @@ pub const TARGETS: &[Target] = &[
     // Files of operators.
     Target { name: "keys", run: config::keys },
     Target { name: "options", run: config::options },
+    // Hosts that join.
+    Target { name: "fleet", run: fleet::fleet },
     // The server's plans, in its workers.
     Target { name: "plans", run: plans::plans },
 ];

@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
-use tonic::{Code, Status, Streaming};
+use tonic::{Code, Request, Status, Streaming};
 
 use super::super::wire::{self, HostStatus, Malformed, Passed};
 use super::super::{BEAT, HELLO_LIMIT, MOST_SILENT, VERSION, with_causes};
@@ -29,6 +29,8 @@ use crate::listener::StopSignal;
 
 /// Messages on their way to the front end; the rest waits in the sequences, where it is bounded.
 const OUTGOING: usize = 256;
+/// The front end has so long to read the last of a host that leaves.
+const READ_WITHIN: Duration = Duration::from_secs(5);
 /// Events of one message.
 const MOST_EVENTS: usize = 64;
 
@@ -62,22 +64,21 @@ pub(super) async fn session(engine: &EngineHandle, config: &JoinConfig, stop: &S
         Err(end) => return end,
     };
     tracing::info!("joined the front end at {} as its replica {replica}", config.address());
-    let session = Session {
-        engine: engine.clone(),
-        to_front,
-        wishes: Wishes::default(),
-        tasks: JoinSet::new(),
-        leave_at: None,
-        silent: 0,
-    };
-    match session.run(messages, config.drain, stop).await {
+    let ways = Ways { engine: engine.clone(), to_front, wishes: Wishes::default() };
+    let mut session = Session { ways, messages, tasks: JoinSet::new(), leave_at: None, silent: 0 };
+    let end = match session.run(config.drain, stop).await {
         Ok(()) => End::Stopped,
         Err(Broken::Engine(why)) => End::Engine(why),
         Err(Broken::Stream(why)) => {
             let words = format!("the stream to the front end at {} is lost: {why}", config.address());
-            End::Lost { words, had_joined: true }
+            return End::Lost { words, had_joined: true };
         }
+    };
+    tokio::select! {
+        () = session.leave() => {}
+        () = stop.now.cancelled() => {}
     }
+    end
 }
 
 type Outgoing = (mpsc::Sender<HostMessage>, mpsc::Receiver<HostMessage>);
@@ -91,7 +92,6 @@ async fn say_hello(
     let mut client = dial(config).await.map_err(lost)?;
     let hello = Hello {
         version: VERSION,
-        token: config.secrets.current().token.show(),
         model: engine.model().map(|model| wire::model(&model)),
         vocabulary_digest: config.vocabulary_digest.clone(),
         status: Some(wire::status(status(engine, false))),
@@ -112,8 +112,10 @@ async fn say_hello(
             }
         }
     };
+    let mut call = Request::new(ReceiverStream::new(outgoing));
+    config.secrets.current().token.show(call.metadata_mut());
     let welcomed = timeout(HELLO_LIMIT, async {
-        let mut messages = client.join(ReceiverStream::new(outgoing)).await?.into_inner();
+        let mut messages = client.join(call).await?.into_inner();
         match messages.message().await? {
             Some(FrontMessage { message: Some(front_message::Message::Welcome(Welcome { replica })) }) => {
                 Ok((messages, replica))
@@ -194,11 +196,18 @@ impl Wishes {
     }
 }
 
-/// A stream that was joined. What it computes is cancelled as it is dropped.
-struct Session {
+/// What the tasks of sequences have in common.
+#[derive(Debug, Clone)]
+struct Ways {
     engine: EngineHandle,
     to_front: mpsc::Sender<HostMessage>,
     wishes: Wishes,
+}
+
+/// A stream that was joined. What it computes is cancelled as it is dropped.
+struct Session {
+    ways: Ways,
+    messages: Streaming<FrontMessage>,
     /// One for each request and each sequence that was begun elsewhere.
     tasks: JoinSet<()>,
     /// When this host goes, once it is told to.
@@ -209,13 +218,8 @@ struct Session {
 
 impl Session {
     /// Returns once this host is shut down and all sequences have ended, or the time for that is up.
-    async fn run(
-        mut self,
-        mut messages: Streaming<FrontMessage>,
-        drain: Duration,
-        stop: &StopSignal,
-    ) -> Result<(), Broken> {
-        let mut state = self.engine.watch_state();
+    async fn run(&mut self, drain: Duration, stop: &StopSignal) -> Result<(), Broken> {
+        let mut state = self.ways.engine.watch_state();
         let mut beat = interval(BEAT);
         // A host that stood still counts one beat, and hears first what came meanwhile.
         beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -224,14 +228,14 @@ impl Session {
                 return Ok(());
             }
             tokio::select! {
-                message = messages.message() => match message {
+                message = self.messages.message() => match message {
                     Ok(Some(message)) => self.message(message)?,
                     Ok(None) => return Err(Broken::Stream("the front end ended it".into())),
                     Err(status) => return Err(Broken::Stream(in_words(&status))),
                 },
                 _ = beat.tick() => self.beat()?,
                 changed = state.changed() => {
-                    if let EngineState::Failed(why) = self.engine.state() {
+                    if let EngineState::Failed(why) = self.ways.engine.state() {
                         return Err(Broken::Engine(why));
                     }
                     changed.map_err(|_| Broken::Engine("it ended without saying why".into()))?;
@@ -250,6 +254,23 @@ impl Session {
         }
     }
 
+    /// Ends the stream behind its last message, and returns once the front end has read that, or the time for it is up:
+    /// a token that is lost on the way would be computed again.
+    async fn leave(mut self) {
+        // What still runs goes on elsewhere.
+        self.tasks.shutdown().await;
+        let Self { ways: Ways { engine, to_front, .. }, mut messages, .. } = self;
+        let read = async {
+            let is_leaving = !engine.state().is_failed();
+            send(&to_front, host_message::Message::Status(wire::status(status(&engine, is_leaving)))).await;
+            drop(to_front);
+            while let Ok(Some(_)) = messages.message().await {}
+        };
+        if timeout(READ_WITHIN, read).await.is_err() {
+            tracing::warn!("the front end did not read this host's last messages within {READ_WITHIN:?}");
+        }
+    }
+
     fn message(&mut self, FrontMessage { message }: FrontMessage) -> Result<(), Malformed> {
         self.silent = 0;
         match message.ok_or(Malformed("a message of the front end"))? {
@@ -261,11 +282,11 @@ impl Session {
             }
             front_message::Message::Cancel(cancel) => {
                 let (sequence, because) = wire::cancelled(cancel)?;
-                self.wishes.tell(sequence, Wish::LetGo(because));
+                self.ways.wishes.tell(sequence, Wish::LetGo(because));
                 Ok(())
             }
             front_message::Message::Reader(Reader { sequence, behind }) => {
-                self.wishes.tell(sequence, if behind { Wish::Hold } else { Wish::Send });
+                self.ways.wishes.tell(sequence, if behind { Wish::Hold } else { Wish::Send });
                 Ok(())
             }
             front_message::Message::Beat(_) => Ok(()),
@@ -277,37 +298,38 @@ impl Session {
         let Submit { submission, first_sequence, requests, standing } = submit;
         let requests: Vec<SequenceRequest> = requests.into_iter().map(wire::request_of).collect::<Result<_, _>>()?;
         let standing: Standing = wire::standing_of(standing)?;
-        let (engine, wishes, to_front) = (self.engine.clone(), self.wishes.clone(), self.to_front.clone());
+        let ways = self.ways.clone();
         let is_leaving = self.leave_at.is_some();
         self.tasks.spawn(async move {
             let submitted = match is_leaving {
                 true => Err(SubmitError::Unavailable("shutting down".into())),
-                false => engine.submit(requests, standing).await,
+                false => ways.engine.submit(requests, standing).await,
             };
             let (streams, refused) = match submitted {
                 Ok(streams) => (streams, None),
                 Err(error) => (Vec::new(), Some(wire::refusal(error))),
             };
             // The front end may ask for what it knows of: they are known here before.
-            let wanted: Vec<_> =
-                (first_sequence..).zip(streams).map(|(number, stream)| (number, stream, wishes.add(number))).collect();
-            send(&to_front, host_message::Message::Answer(Answer { submission, refused })).await;
-            let pass_on = |(number, stream, wish)| pass_on(number, stream, wish, wishes.clone(), to_front.clone());
-            join_all(wanted.into_iter().map(pass_on)).await;
+            let wanted: Vec<_> = (first_sequence..)
+                .zip(streams)
+                .map(|(number, stream)| (number, stream, ways.wishes.add(number)))
+                .collect();
+            send(&ways.to_front, host_message::Message::Answer(Answer { submission, refused })).await;
+            join_all(wanted.into_iter().map(|(number, stream, wish)| ways.clone().pass_on(number, stream, wish))).await;
         });
         Ok(())
     }
 
     fn adopt(&mut self, number: u64, handed: Handed) {
-        let commands = self.engine.commands().clone();
+        let commands = self.ways.engine.commands().clone();
         // Where it is computed is said by who adopts it.
         let (sender, stream) = sequence(0, handed.request.max_tokens, commands.clone());
         let life = Life::new(handed.request.prompt.len(), Instant::now());
         let moved = Moved { sequence: handed, sender, life, work: Work::default() };
         // An engine that is gone drops it: the stream ends.
         let _ = commands.send(Command::Adopt(vec![moved]));
-        let (wish, wishes, to_front) = (self.wishes.add(number), self.wishes.clone(), self.to_front.clone());
-        self.tasks.spawn(pass_on(number, stream, wish, wishes, to_front));
+        let wish = self.ways.wishes.add(number);
+        self.tasks.spawn(self.ways.clone().pass_on(number, stream, wish));
     }
 
     fn beat(&mut self) -> Result<(), Broken> {
@@ -321,8 +343,8 @@ impl Session {
 
     /// Where messages are waiting already, these are a sign of life, and the next beat says the rest.
     fn say_how(&self) {
-        let status = wire::status(status(&self.engine, self.leave_at.is_some()));
-        let _ = self.to_front.try_send(HostMessage { message: Some(host_message::Message::Status(status)) });
+        let status = wire::status(status(&self.ways.engine, self.leave_at.is_some()));
+        let _ = self.ways.to_front.try_send(HostMessage { message: Some(host_message::Message::Status(status)) });
     }
 }
 
@@ -331,68 +353,74 @@ async fn send(to_front: &mpsc::Sender<HostMessage>, message: host_message::Messa
     let _ = to_front.send(HostMessage { message: Some(message) }).await;
 }
 
-/// Sends what comes of a sequence to its end, as the front end wishes.
-async fn pass_on(
-    number: u64,
-    mut stream: SequenceStream,
-    mut wish: watch::Receiver<Wish>,
-    wishes: Wishes,
-    to_front: mpsc::Sender<HostMessage>,
-) {
-    let mut has_ended = false;
-    while !has_ended {
-        let now = *wish.borrow_and_update();
-        let events = match now {
-            Wish::LetGo(because) => {
-                stream.let_go(because);
-                break;
-            }
-            Wish::Hold => None,
-            Wish::Send => tokio::select! {
-                first = stream.next_event() => Some(more(first, &mut stream).await),
-                changed = wish.changed() => match changed {
-                    Ok(()) => continue,
-                    Err(_) => break,
-                },
-            },
-        };
-        match events {
-            // Whoever wishes goes with the session, as this does.
-            None => {
-                if wish.changed().await.is_err() {
+impl Ways {
+    /// Sends what comes of a sequence to its end, as the front end wishes.
+    async fn pass_on(self, number: u64, mut stream: SequenceStream, mut wish: watch::Receiver<Wish>) {
+        let mut has_ended = false;
+        while !has_ended {
+            let now = *wish.borrow_and_update();
+            match now {
+                Wish::LetGo(because) => {
+                    stream.let_go(because);
                     break;
                 }
-            }
-            Some((events, is_last)) => {
-                let events = Events { sequence: number, events: events.into_iter().map(wire::event).collect() };
-                send(&to_front, host_message::Message::Events(events)).await;
-                has_ended = is_last;
+                // Whoever wishes goes with the session, as this does.
+                Wish::Hold => {
+                    if wish.changed().await.is_err() {
+                        break;
+                    }
+                }
+                Wish::Send => {
+                    let first = tokio::select! {
+                        first = stream.next_event() => first,
+                        changed = wish.changed() => match changed {
+                            Ok(()) => continue,
+                            Err(_) => break,
+                        },
+                    };
+                    let told = more(first, &mut stream).await;
+                    let Some((events, is_last)) = told.filter(|(events, _)| !self.is_for_want_of_workers(events))
+                    else {
+                        // The stream is about to end: at the front end it goes on elsewhere.
+                        return std::future::pending().await;
+                    };
+                    let events = Events { sequence: number, events: events.into_iter().map(wire::event).collect() };
+                    send(&self.to_front, host_message::Message::Events(events)).await;
+                    has_ended = is_last;
+                }
             }
         }
+        self.wishes.forget(number);
     }
-    wishes.forget(number);
+
+    /// The end is that no workers are left here.
+    fn is_for_want_of_workers(&self, events: &[Passed]) -> bool {
+        let is_failed = matches!(events.last(), Some(Passed::Failed(_)));
+        is_failed && self.engine.replicas().iter().all(|replica| replica.state.borrow().is_failed())
+    }
 }
 
-/// An event and those that are there by now, up to a token or the end; whether that is the end.
-async fn more(first: Option<SequenceEvent>, stream: &mut SequenceStream) -> (Vec<Passed>, bool) {
+/// An event and those that are there by now, up to a token or the end; whether that is the end. None if the engine is
+/// gone.
+async fn more(first: Option<SequenceEvent>, stream: &mut SequenceStream) -> Option<(Vec<Passed>, bool)> {
     let (mut events, mut next) = (Vec::new(), first);
     loop {
-        let is_token = matches!(next, Some(SequenceEvent::Token(_)));
-        let is_last = matches!(next, Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_)) | None);
-        let gone = || SequenceEvent::Failed("the engine of its host ended".into());
-        events.push(next.unwrap_or_else(gone).into());
+        let event = next?;
+        let is_token = matches!(event, SequenceEvent::Token(_));
+        let is_last = matches!(event, SequenceEvent::Finished(_) | SequenceEvent::Failed(_));
+        events.push(event.into());
         if is_last {
-            return (events, true);
+            return Some((events, true));
         }
         next = if !is_token {
             // A prompt or drafts are told with the token that follows them at once.
             stream.next_event().await
         } else if events.len() >= MOST_EVENTS {
-            return (events, false);
+            return Some((events, false));
         } else {
             match stream.next_event().now_or_never() {
                 Some(next) => next,
-                None => return (events, false),
+                None => return Some((events, false)),
             }
         };
     }

@@ -1,5 +1,6 @@
 //! Everything that crosses comes out as it went in, through the bytes of the wire.
 
+use proptest::array::uniform8;
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
@@ -131,7 +132,7 @@ fn statuses() -> impl Strategy<Value = HostStatus> {
         Just(EngineState::Draining),
         ".*".prop_map(EngineState::Failed),
     ];
-    (state, any::<[u64; 8]>()).prop_map(|(state, numbers)| {
+    (state, uniform8(0..=MOST_OF_ANY)).prop_map(|(state, numbers)| {
         let [running, waiting, kv_pages_used, kv_pages_cached, kv_pages, preemptions, page_positions, kv_bytes] =
             numbers;
         let load = Load { running, waiting, kv_pages_used, kv_pages_cached, kv_pages, preemptions };
@@ -182,5 +183,10 @@ fn what_another_version_may_send_is_refused_by_name() {
     assert_eq!(event_of(finished), Err(Malformed("the reason of an end")));
     assert_eq!(cancelled(wire::Cancel { sequence: 1, because: 9 }), Err(Malformed("the reason of a cancel")));
     let status = wire::Status { state: 9, load: Some(wire::Load::default()), ..wire::Status::default() };
-    assert_eq!(status_of(status), Err(Malformed("the state of a host")));
+    assert_eq!(status_of(status.clone()), Err(Malformed("the state of a host")));
+    let long = wire::Status { words: "a".repeat(MOST_WORDS_BYTES + 1), ..status.clone() };
+    let much = wire::Load { waiting: MOST_OF_ANY + 1, ..wire::Load::default() };
+    for status in [long, wire::Status { load: Some(much), ..status }] {
+        assert_eq!(status_of(status), Err(Malformed("a load that a host can have, or what it says in few words")));
+    }
 }

@@ -7,4 +7,4 @@ mod lanes;
 pub(super) mod norm;
 pub(super) mod product;
 
-pub(super) use lanes::{LANES, LINE};
+pub(super) use lanes::{LANES, LINE, int4_place};

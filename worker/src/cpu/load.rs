@@ -462,7 +462,7 @@ mod tests {
             let part = load_with(&LoadRequest { rank, ..request() }, &options(), &mut |_| ()).unwrap();
             let vocab = part.decoder.shard.rank.vocab.clone();
             let head = |decoder: &CpuDecoder| {
-                decoder.decoder.shard.weights.panel(0, crate::plan::Product::LmHead).data.to_vec()
+                decoder.decoder.shard.weights.panel(0, crate::plan::Product::LmHead).data().to_vec()
             };
             let row_len = 256 * size_of::<u16>();
             assert_eq!(head(&part), head(&whole)[vocab.start * row_len..vocab.end * row_len]);

@@ -111,7 +111,7 @@ impl Pass<'_> {
         let residual = Disjoint::new(&mut self.x.residual);
         let partial = |slice: usize, out: &mut [f32]| {
             let panel = unit_of(panel, slice);
-            let block = MAX_COLUMNS * panel.tiles * LANES;
+            let block = MAX_COLUMNS * panel.row_tiles() * LANES;
             expansions.with(shard.isa, panel, rows, |panel| {
                 for (index, out) in out.chunks_mut(block).take(rows.div_ceil(MAX_COLUMNS)).enumerate() {
                     product(shard.isa, panel, x.columns(index * MAX_COLUMNS, rows), out);
@@ -120,7 +120,7 @@ impl Pass<'_> {
         };
         let add = |slice: usize, of_ranks: &[&[f32]]| {
             let panel = unit_of(panel, slice);
-            let stride = panel.tiles * LANES;
+            let stride = panel.row_tiles() * LANES;
             let width = SLICE.min(hidden - slice * SLICE);
             let mut sums = [0.0; MAX_LEAVES * SLICE];
             for row in 0..rows {
@@ -187,12 +187,12 @@ fn normalise(
 
 /// Units of a product that is cut by [`UNIT_TILES`].
 fn units(panel: &Panel<'_>) -> usize {
-    panel.tiles.div_ceil(UNIT_TILES)
+    panel.row_tiles().div_ceil(UNIT_TILES)
 }
 
 fn unit_of(panel: Panel<'_>, unit: usize) -> Panel<'_> {
     let first = unit * UNIT_TILES;
-    panel.tiles(first, UNIT_TILES.min(panel.tiles - first))
+    panel.tiles(first, UNIT_TILES.min(panel.row_tiles() - first))
 }
 
 /// The weights that stream next, for threads that wait.
@@ -202,7 +202,7 @@ fn ahead(shard: &Shard, layer: usize, which: Product) -> Ahead<'_> {
         Product::QueryKeyValue => shard.rank.heads.len() + 2 * shard.rank.kv_heads.len(),
         _ => units(&panel),
     };
-    Ahead::new(panel.data, units)
+    Ahead::new(panel.data(), units)
 }
 
 /// Multiplies all rows by a panel, a block at a time in `out`, and hands each row's `tiles * 16` values to `done`.
@@ -218,7 +218,7 @@ fn each_block(
         for first in (0..rows).step_by(MAX_COLUMNS) {
             let columns = x.columns(first, rows);
             product(shard.isa, panel, columns, out);
-            for (column, values) in out.chunks_exact_mut(panel.tiles * LANES).take(columns.count).enumerate() {
+            for (column, values) in out.chunks_exact_mut(panel.row_tiles() * LANES).take(columns.count).enumerate() {
                 panel.scale(values);
                 done(first + column, values);
             }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use half::bf16;
 
 use super::kernels::product::{E4M3_RAISED, Panel};
-use super::kernels::{LANES, LINE};
+use super::kernels::{LANES, LINE, int4_place};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
 use super::team::Team;
 use crate::model::format::{MIDDLE, bf16_to_e4m3};
@@ -32,8 +32,9 @@ pub struct LayerVectors {
 /// A rank's weights.
 #[derive(Debug)]
 pub struct Weights {
-    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` weights each; where they
-    /// are in groups, each run of a leaf begins with its scales, `[16 rows]` bf16, and its zero points, if it has some.
+    /// All products of all layers, then the LM head: `[tiles][leaves][pairs of k][16 rows][2]` weights each, of 4 bits
+    /// four pairs side by side; where they are in groups, each run of a leaf ends with its scales, `[16 rows]` bf16,
+    /// and its zero points, if it has some.
     stream: Buffer<u8>,
     /// Of the products whose rows have some, in order: `[tiles][16 rows]`, times [`E4M3_RAISED`].
     scales: Vec<f32>,
@@ -153,15 +154,9 @@ impl Weights {
     /// The packed weights of a product. `layer` is not looked at for the LM head.
     pub fn panel(&self, layer: usize, product: Product) -> Panel<'_> {
         let span = self.span(layer, product);
-        Panel {
-            data: &self.stream[span.start..span.start + span.tiles * span.tile_bytes],
-            format: span.format,
-            scales: &self.scales[span.first_scale..][..span.scales()],
-            tiles: span.tiles,
-            leaves: span.leaves,
-            leaf_pairs: span.leaf_pairs,
-            runs: span.runs,
-        }
+        let data = &self.stream[span.start..span.start + span.tiles * span.tile_bytes];
+        let scales = &self.scales[span.first_scale..][..span.scales()];
+        Panel::new(data, span.format, scales, span.tiles, (span.leaves, span.leaf_pairs, span.runs))
     }
 
     /// Whether this rank holds the embedding of a token.
@@ -180,7 +175,7 @@ impl Weights {
                 out.iter_mut().zip(row).for_each(|(out, bits)| *out = value(*bits));
             }
             None => {
-                let head: &[u16] = bytemuck::cast_slice(self.panel(0, Product::LmHead).data);
+                let head: &[u16] = bytemuck::cast_slice(self.panel(0, Product::LmHead).data());
                 let tile = &head[row / LANES * (self.head.tile_bytes / size_of::<u16>())..];
                 for (out, column) in out.iter_mut().zip(columns) {
                     let k = self.plan.hidden.padded_column(column);
@@ -304,7 +299,7 @@ fn read_tile(
     (columns, values)
 }
 
-/// As [`pack_tile`], of weights in groups: run by run, scales and zero points before the lines. Padding is zero, times
+/// As [`pack_tile`], of weights in groups: run by run, scales and zero points behind the lines. Padding is zero, times
 /// whatever scale.
 fn pack_groups(
     of: (&dyn Source, &ModelPlan, &RankPlan),
@@ -319,29 +314,31 @@ fn pack_groups(
     for leaf in 0..product.leaves(plan, rank).len() {
         let mut pair = 0;
         for run in runs.of(leaf) {
-            let (header, rest) = out.split_at_mut(format.group_bytes(LANES));
-            let (lines, rest) = rest.split_at_mut(format.bytes(run * LINE));
+            let (lines, rest) = out.split_at_mut(format.bytes(run.next_multiple_of(format.packed_pairs()) * LINE));
+            let (end, rest) = rest.split_at_mut(format.group_bytes(LANES));
             let (mut scales, mut zeros) = ([0.0; LANES], [MIDDLE; LANES]);
             if 2 * pair < k.len {
                 let column = columns.start + leaf * k.len + 2 * pair;
                 source.scales(tile.tensor, tile.rows.clone(), column, &mut scales[..rows]);
                 source.zeros(tile.tensor, tile.rows.clone(), column, &mut zeros[..rows]);
             }
-            write_header(&scales, &zeros, header);
-            for (line, pair) in lines.chunks_exact_mut(format.bytes(LINE)).zip(pair..) {
-                let value = |row: usize, column: usize| {
-                    let held = row < rows && column < k.len;
-                    if held { values[row * columns.len() + leaf * k.len + column] } else { bf16::ZERO }
-                };
-                let two = |row| [value(row, 2 * pair), value(row, 2 * pair + 1)];
-                match format {
-                    WeightFormat::Int4 { .. } => line.iter_mut().enumerate().for_each(|(row, byte)| {
-                        let [low, high] = two(row).map(|value| four_bits(value.to_f32() as i8, zeros[row]));
-                        *byte = low | high << 4;
-                    }),
-                    _ => line.chunks_exact_mut(2).enumerate().for_each(|(row, bytes)| {
-                        bytes.copy_from_slice(&two(row).map(bf16_to_e4m3));
-                    }),
+            write_end(&scales, &zeros, end);
+            let pack = format.packed_pairs();
+            for (lines, first) in lines.chunks_exact_mut(format.bytes(pack * LINE)).zip((pair..).step_by(pack)) {
+                for i in 0..pack * LINE {
+                    let (line, row, side) = (i / LINE, i % LINE / 2, i % 2);
+                    // Past the end of the run there are columns of the next one.
+                    let column = 2 * (first + line) + side;
+                    let held = row < rows && column < k.len.min(2 * (pair + run));
+                    let value = if held { values[row * columns.len() + leaf * k.len + column] } else { bf16::ZERO };
+                    match format {
+                        WeightFormat::Int4 { .. } => {
+                            let (byte, high) = int4_place(line, row, side);
+                            let bits = four_bits(value.to_f32() as i8, zeros[row]);
+                            lines[byte] |= if high { bits << 4 } else { bits };
+                        }
+                        _ => lines[2 * row + side] = bf16_to_e4m3(value),
+                    }
                 }
             }
             (out, pair) = (rest, pair + run);
@@ -349,8 +346,8 @@ fn pack_groups(
     }
 }
 
-/// Writes what a run begins with: scales, and zero points if there is room: of rows 0 to 7 in the low halves of bytes.
-fn write_header(scales: &[f32; LANES], zeros: &[u8; LANES], out: &mut [u8]) {
+/// Writes what a run ends with: scales, and zero points if there is room: of rows 0 to 7 in the low halves of bytes.
+fn write_end(scales: &[f32; LANES], zeros: &[u8; LANES], out: &mut [u8]) {
     let (of_scales, of_zeros) = out.split_at_mut(LANES * 2);
     for (scale, out) in scales.iter().zip(of_scales.chunks_exact_mut(2)) {
         out.copy_from_slice(&bf16::from_f32(*scale).to_le_bytes());
@@ -408,6 +405,30 @@ mod tests {
     use crate::model::conversion::expanded::tests::Grouped;
     use crate::model::source::RandomSource;
 
+    /// The weights of a panel that [`expand`] made, as bf16 with their scales.
+    fn with_scales(lines: &[u8], format: WeightFormat, leaves: usize, runs: Runs) -> Vec<u16> {
+        let at = |bytes: &[u8], i: usize| bf16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32();
+        let (mut rest, mut out) = (lines, Vec::new());
+        for run in (0..leaves).flat_map(|leaf| runs.of(leaf)).cycle() {
+            let (lines, ends) = rest.split_at(run * LINE * 2);
+            let (end, next) = ends.split_at(format.group_bytes(LANES));
+            let raised = if matches!(format, WeightFormat::Int4 { .. }) { 1.0 } else { E4M3_RAISED };
+            let zero = |row: usize| match format.has_zeros() {
+                true => f32::from(((end[2 * LANES + row % 8] << (4 - row / 8 * 4)).cast_signed()) >> 4),
+                false => 0.0,
+            };
+            out.extend((0..run * LINE).map(|i| {
+                let row = i % LINE / 2;
+                bf16::from_f32((at(lines, i) - zero(row)) * raised * at(end, row)).to_bits()
+            }));
+            rest = next;
+            if rest.is_empty() {
+                break;
+            }
+        }
+        out
+    }
+
     /// Odd shapes: a hidden size that is no multiple of a tile, leaves of 24 and 50 columns, heads of 48.
     #[test]
     fn groups_are_packed_to_the_weights_of_the_model_in_bf16() {
@@ -435,9 +456,15 @@ mod tests {
                 for rank in 0..tensor_parallel {
                     let [stored, plain] = [load(&source, &plan, rank), load(&Expanded(&source), &plain, rank)];
                     for product in LAYER_PRODUCTS {
-                        let expected: &[u16] = bytemuck::cast_slice(plain.panel(0, product).data);
-                        let mut expanded = vec![0; expected.len()];
-                        expand(Isa::best(), stored.panel(0, product), &mut expanded);
+                        let expected: &[u16] = bytemuck::cast_slice(plain.panel(0, product).data());
+                        let panel = stored.panel(0, product);
+                        let tile_bytes = product.expanded_tile_bytes(&plan, &plan.rank(rank));
+                        let mut lines = vec![0; panel.row_tiles() * tile_bytes / 2];
+                        expand(Isa::best(), panel, &mut lines);
+                        let runs = product.runs(&plan, &plan.rank(rank)).unwrap();
+                        let leaves = product.leaves(&plan, &plan.rank(rank)).len();
+                        let expanded = with_scales(bytemuck::cast_slice(&lines), format, leaves, runs);
+                        assert_eq!(expanded.len(), expected.len());
                         let differ = expanded.iter().zip(expected).filter(|(is, was)| is != was && **was & 0x7fff != 0);
                         assert_eq!(differ.count(), 0, "{format} {product:?} of rank {rank} of {tensor_parallel}");
                     }

@@ -3,8 +3,8 @@
 //! Every value that a format can hold is a bf16 as well, so weights travel through [`Source`](super::source::Source) as
 //! bf16, without their scales, and whoever packs them finds the stored bits again without rounding.
 //!
-//! A row's scale is applied to the sum of a product. A group's is applied to each weight, which is rounded to bf16: the
-//! bits are those of a bf16 model with these weights.
+//! A row's scale is applied to the sum of a product. A group's is applied to the sums of its weights on CPUs; on GPUs
+//! to each weight, which is rounded to bf16: the bits are those of a bf16 model with these weights.
 
 use std::fmt;
 use std::sync::LazyLock;
@@ -58,6 +58,11 @@ impl WeightFormat {
         }
     }
 
+    /// Pairs of columns that CPUs pack side by side: of 4 bits, a byte has two. A run takes a multiple of these.
+    pub const fn packed_pairs(self) -> usize {
+        if matches!(self, Self::Int4 { .. }) { 4 } else { 1 }
+    }
+
     /// Bytes of the scales and zero points of a group of each of `rows` rows; an even number of them.
     pub const fn group_bytes(self, rows: usize) -> usize {
         match (self.group(), self.has_zeros()) {
@@ -72,7 +77,7 @@ impl WeightFormat {
         matches!(self, Self::E4m3)
     }
 
-    /// Columns of a row that have a scale in common, which is applied to weights.
+    /// Columns of a row that have a scale in common.
     pub const fn group(self) -> Option<usize> {
         match self {
             Self::E4m3Groups { columns } | Self::Int4 { columns, .. } => Some(columns as usize),

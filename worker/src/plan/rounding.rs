@@ -61,6 +61,19 @@ impl Backend {
     }
 }
 
+impl Backend {
+    /// What becomes of the scales of weights in groups. A GPU multiplies each weight and rounds it to bf16. A CPU sums
+    /// what a leaf has of a group without its scale, in fp32, and multiplies that sum, once; where a group has a zero
+    /// point, weights in the sum are 4 bits less 8, and the zero point less 8, times the sum of the inputs, is taken
+    /// off before.
+    fn groups(self) -> &'static str {
+        match self {
+            Self::Cpu => "sums of groups scaled",
+            Self::Cuda => "scaled weights rounded to bf16",
+        }
+    }
+}
+
 impl RoundingPoint {
     /// On CPUs: how many bf16 a value becomes. 1: it is rounded. 2: it is split in `high = bf16(x)` and
     /// `low = bf16(x - high)`, which keep 16 bits of its significand; the product adds the terms of both for each k,
@@ -108,7 +121,7 @@ impl ModelPlan {
         if c.layer_weights.has_row_scales() {
             hasher.update(format!("layers:{}, rows scaled after the root\n", c.layer_weights));
         } else if c.layer_weights.group().is_some() {
-            hasher.update(format!("layers:{}, scaled weights rounded to bf16\n", c.layer_weights));
+            hasher.update(format!("layers:{}, {}\n", c.layer_weights, self.backend.groups()));
         }
         hasher.finalize().into()
     }
@@ -117,8 +130,8 @@ impl ModelPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::ModelConfig;
     use crate::model::config::Llama3Scaling;
+    use crate::model::{ModelConfig, WeightFormat};
     use crate::plan::tests::config;
 
     fn hash(config: &ModelConfig, tp: usize) -> [u8; 32] {
@@ -150,6 +163,26 @@ mod tests {
     }
 
     #[test]
+    fn weights_in_groups_have_hashes_of_their_own_on_either_backend() {
+        let base = config(16, 4, 384, 768);
+        let hex = |backend, layer_weights| {
+            let config = ModelConfig { layer_weights, ..base.clone() };
+            let plan = ModelPlan::for_backend(backend, &config, 1).unwrap();
+            plan.bit_domain("", "", "").trim_start_matches('-').to_owned()
+        };
+        let int4 = |columns, zeros| WeightFormat::Int4 { columns, zeros };
+        let formats = [int4(128, false), int4(64, false), int4(128, true), WeightFormat::E4m3Groups { columns: 128 }];
+        let mut all: Vec<_> = formats.into_iter().map(|format| hex(Backend::Cpu, format)).collect();
+        all.extend([hex(Backend::Cpu, WeightFormat::Bf16), hex(Backend::Cpu, WeightFormat::E4m3)]);
+        let count = all.len();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), count);
+        // A GPU multiplies weights, as it did when CPUs did so too.
+        assert_eq!(hex(Backend::Cuda, formats[0]), "020bc1f4f9eb");
+    }
+
+    #[test]
     fn the_hash_covers_every_dimension() {
         let base = config(16, 4, 384, 768);
         let mut others: Vec<ModelConfig> = Vec::new();
@@ -176,7 +209,7 @@ mod tests {
         change(&|c| c.qkv_bias = true);
         change(&|c| c.qk_norm = true);
         change(&|c| c.tied_embeddings = true);
-        change(&|c| c.layer_weights = crate::model::WeightFormat::E4m3);
+        change(&|c| c.layer_weights = WeightFormat::E4m3);
         let mut hashes: Vec<_> = others.iter().map(|c| hash(c, 1)).collect();
         hashes.push(hash(&base, 1));
         let count = hashes.len();

@@ -3,7 +3,7 @@
 //! Groups are counted from the first column of a matrix, and a leaf begins where it may: mostly within a group. So a
 //! leaf is a run up to the next group, whole groups, and what is left of one. Padding counts as columns like any other.
 
-use super::Leaves;
+use super::{Leaves, ROW_TILE};
 use crate::model::WeightFormat;
 
 /// Where the runs of the leaves of a rank lie, in pairs of columns.
@@ -40,9 +40,19 @@ impl Runs {
         RunsOfLeaf { next, left: self.leaf_pairs, group: self.group }
     }
 
-    /// Runs of so many leaves.
-    pub fn count(&self, leaves: usize) -> usize {
-        (0..leaves).map(|leaf| self.of(leaf).count()).sum()
+    /// Bytes of a tile of so many leaves as CPUs pack it: weights, and the scales and zero points of runs.
+    pub fn bytes(&self, format: WeightFormat, leaves: usize) -> usize {
+        let of_run = |run: usize| format.bytes(run.next_multiple_of(format.packed_pairs()) * 2 * ROW_TILE);
+        self.sum(leaves, |run| of_run(run) + format.group_bytes(ROW_TILE))
+    }
+
+    /// Those of the same tile whose weights have become bf16.
+    pub fn expanded_bytes(&self, format: WeightFormat, leaves: usize) -> usize {
+        self.sum(leaves, |run| WeightFormat::Bf16.bytes(run * 2 * ROW_TILE) + format.group_bytes(ROW_TILE))
+    }
+
+    fn sum(&self, leaves: usize, bytes: impl Fn(usize) -> usize) -> usize {
+        (0..leaves).flat_map(|leaf| self.of(leaf)).map(bytes).sum()
     }
 }
 
@@ -77,15 +87,7 @@ mod tests {
         let [from_0, from_leaf] =
             [0, leaf].map(|first| Runs::new(format, k, first).unwrap().of(leaf - first).collect::<Vec<_>>());
         assert_eq!(from_0, from_leaf, "the runs of a leaf do not depend on the rank");
-        assert_eq!(
-            Runs::new(format, k, 0).unwrap().count(leaf + 1),
-            (0..=leaf).map(|l| runs_of(format, k, l)).sum::<usize>()
-        );
         from_0
-    }
-
-    fn runs_of(format: WeightFormat, k: Leaves, leaf: usize) -> usize {
-        Runs::new(format, k, leaf).unwrap().of(0).count()
     }
 
     #[test]
@@ -97,6 +99,22 @@ mod tests {
         assert_eq!(runs(32, 24, 16, 1), [4, 12]);
         assert_eq!(runs(16, 24, 16, 1), [4, 8, 4]);
         assert_eq!(Runs::whole(24).of(3).collect::<Vec<_>>(), [24]);
+    }
+
+    #[test]
+    fn four_lines_of_4_bits_are_packed_together() {
+        let k = Leaves { count: 16, len: 50, padded: 64 };
+        for (zeros, end) in [(false, 32), (true, 40)] {
+            let format = WeightFormat::Int4 { columns: 16, zeros };
+            let runs = Runs::new(format, k, 0).unwrap();
+            assert_eq!(runs.of(0).collect::<Vec<_>>(), [8, 8, 8, 8]);
+            assert_eq!(runs.of(1).collect::<Vec<_>>(), [7, 8, 8, 8, 1]);
+            assert_eq!(runs.bytes(format, 2), (8 + 2 + 6 + 1) * 64 + 9 * end);
+            assert_eq!(runs.expanded_bytes(format, 2), 64 * 64 + 9 * end);
+        }
+        let format = WeightFormat::E4m3Groups { columns: 16 };
+        assert_eq!(Runs::new(format, k, 0).unwrap().bytes(format, 2), 64 * 32 + 9 * 32);
+        assert_eq!(Runs::whole(32).bytes(WeightFormat::Bf16, 2), 64 * 64);
     }
 
     #[test]

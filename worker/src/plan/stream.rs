@@ -89,8 +89,14 @@ impl Product {
     /// Bytes of a tile as CPUs pack it: weights, and the scales and zero points of groups.
     pub fn tile_bytes(self, plan: &ModelPlan, rank: &RankPlan) -> usize {
         let (format, leaves) = (self.format(plan), self.leaves(plan, rank).len());
-        let runs = self.runs(plan, rank).map_or(0, |runs| runs.count(leaves));
-        format.bytes(self.tile_len(plan, rank)) + runs * format.group_bytes(ROW_TILE)
+        let runs = self.runs(plan, rank);
+        runs.map_or_else(|| format.bytes(self.tile_len(plan, rank)), |runs| runs.bytes(format, leaves))
+    }
+
+    /// Bytes of one whose weights in groups have become bf16.
+    pub fn expanded_tile_bytes(self, plan: &ModelPlan, rank: &RankPlan) -> usize {
+        let leaves = self.leaves(plan, rank).len();
+        self.runs(plan, rank).map_or(0, |runs| runs.expanded_bytes(self.format(plan), leaves))
     }
 
     /// Which rows tile `tile` of this rank holds. `layer` is not looked at for the LM head.

@@ -52,7 +52,7 @@ fn products(isa: Isa) -> Vec<f32> {
     let k = 2 * leaves * leaf_pairs;
     let weights: Vec<u16> = (0..tiles * leaves * leaf_pairs * LINE).map(|i| half(1, i)).collect();
     let (data, format) = (bytemuck::cast_slice(&weights), WeightFormat::Bf16);
-    let panel = Panel { data, format, scales: &[], tiles, leaves, leaf_pairs, runs: Runs::whole(leaf_pairs) };
+    let panel = Panel::new(data, format, &[], tiles, (leaves, leaf_pairs, Runs::whole(leaf_pairs)));
     let mut results = Vec::new();
     for parts in [1, 2] {
         let vector = parts * k;

@@ -24,42 +24,51 @@ pub trait Lanes {
     type Line: Copy;
     /// Two consecutive activations, the same in all lanes.
     type Pair: Copy;
-    /// What the weights of a group are multiplied by and lessened by, `[16]` each.
-    type Scales: Copy;
+    /// Two lines of E4M3, as they are stored.
+    type E4m3s: Copy;
+    /// Four lines of 4 bits, as they are stored.
+    type Int4s: Copy;
+    /// Constants of a pass over a panel.
+    type Constants: Copy;
 
     /// Columns whose sums fit the registers beside a line of weights.
     const COLUMNS: usize;
-    /// What [`Lanes::int4`] multiplies numbers by, of k and of k + 1.
-    const INT4_RAISED: [f32; 2];
+    /// (Tile, column) pairs that run interleaved where lines are unpacked, which takes registers, too.
+    const MOST_BLOCK_PACKED: usize;
 
+    /// To be made before the loops that use them.
+    unsafe fn constants() -> Self::Constants;
     /// All lanes zero.
     unsafe fn zero() -> Self::Acc;
     /// Lane-wise `left + right`.
     unsafe fn add(left: Self::Acc, right: Self::Acc) -> Self::Acc;
+    /// Lane-wise `left - right`.
+    unsafe fn sub(left: Self::Acc, right: Self::Acc) -> Self::Acc;
+    /// Lane-wise `left * right`.
+    unsafe fn mul(left: Self::Acc, right: Self::Acc) -> Self::Acc;
     /// Reads 32 bf16 at `line`.
-    unsafe fn line(line: *const u16) -> Self::Line;
-    /// Reads 32 E4M3 at `line`, `[16][2]` like those of a line: 2^-8 of each, exactly, `[k][16]`. (As half precision
-    /// they are that, by their bits alone, and converting subnormals from it does not depend on the floating-point
-    /// mode.)
-    unsafe fn e4m3(line: *const u8) -> [Self::Acc; 2];
-    /// Reads 32 values of 4 bits at `line`, a byte a lane: that of k in the low half, that of k + 1 in the high one.
-    /// Numbers from -8 to 7 (two's complement) times [`Lanes::INT4_RAISED`], exactly, `[k][16]`.
-    unsafe fn int4(line: *const u8) -> [Self::Acc; 2];
-    /// A line of values that bf16 can hold.
-    unsafe fn exact(values: [Self::Acc; 2]) -> Self::Line;
-    /// Reads 16 bf16 at `scales`, for values that are `raised` times too large, of k and of k + 1. Each is zero or from
-    /// 2^-100 to 2^100.
-    unsafe fn scales(scales: *const u8, raised: [f32; 2]) -> Self::Scales;
-    /// Reads the zero points of [`Lanes::int4`], numbers from -8 to 7: those of lanes 0 to 7 in the low halves of eight
-    /// bytes at `zeros`, the others in the high ones.
-    unsafe fn with_zeros(scales: Self::Scales, zeros: *const u8) -> Self::Scales;
-    /// A line of values, less their zero points (if `ZEROS`), times their scales, rounded to bf16 (to nearest, ties to
-    /// even). Values less zero points have at most 4 bits and a scale 8, so that a product is exact in fp32.
-    unsafe fn scaled<const ZEROS: bool>(values: [Self::Acc; 2], scales: Self::Scales) -> Self::Line;
+    unsafe fn line(line: *const u16, constants: Self::Constants) -> Self::Line;
+    /// A line of ones.
+    unsafe fn ones() -> Self::Line;
+    /// Reads `lines` lines of 32 E4M3 at `at`, one or two: `[lines][16][2]` like those of bf16.
+    unsafe fn e4m3s(at: *const u8, lines: usize) -> Self::E4m3s;
+    /// Line `index` of these: 2^-8 of each, exactly, because normal numbers are bf16 of the same bits then. No bf16 of
+    /// them is denormal, so that the floating-point mode does not matter.
+    unsafe fn e4m3(lines: Self::E4m3s, index: usize) -> Self::Line;
+    /// Reads four lines of 4 bits at `at`, 64 bytes: see [`int4_place`].
+    unsafe fn int4s(at: *const u8) -> Self::Int4s;
+    /// Line `index` of these: numbers from -8 to 7, whose 4 bits are their two's complement.
+    unsafe fn int4(lines: Self::Int4s, index: usize, constants: Self::Constants) -> Self::Line;
+    /// Reads the scales of a group, 16 bf16 at `scales`, times `raised`, by which the group's weights are too small.
+    /// Each is zero or from 2^-100 to 2^100.
+    unsafe fn scales(scales: *const u8, raised: f32) -> Self::Acc;
+    /// Reads zero points, numbers from -8 to 7: those of lanes 0 to 7 in the low halves of eight bytes at `zeros`, the
+    /// others in the high ones.
+    unsafe fn zeros(zeros: *const u8) -> Self::Acc;
     /// Writes a line as 32 bf16.
     unsafe fn store_line(line: Self::Line, to: *mut u16);
     /// Reads two bf16 at `pair`.
-    unsafe fn pair(pair: *const u16) -> Self::Pair;
+    unsafe fn pair(pair: *const u16, constants: Self::Constants) -> Self::Pair;
     /// `acc + line[.][0] * pair[0] + line[.][1] * pair[1]`. [`Portable`] and AVX2 add k first, then k + 1; `VDPBF16PS`
     /// adds k + 1 first, then k, on processors of AMD, and is not relied on for either: the bit domain names what it
     /// does.
@@ -82,26 +91,65 @@ fn widen(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// What makes two factors of a scale, `[a, b]`: `v * a - v * b` is x = `v * scale / raised`, rounded to bf16.
+/// Where four lines of 4 bits have the weight of a lane: its byte of 64, and whether it is the high half of that.
 ///
-/// x has 12 bits (see [`Lanes::scaled`]), and `v * b` is 2^16 x, exactly. `v * a` is 2^16 x + x: it rounds once, where
-/// x has its eighth bit, to 2^16 x plus the nearest bf16 of x. (x does not carry into the exponent. A tie goes to even:
-/// 2^16 x is an even number of those last bits.) Both factors and the difference are exact; the bounds of scales keep
-/// all of it in the range of normal numbers.
-#[inline(always)]
-const fn rounded_by(raised: f32) -> [f32; 2] {
-    [65537.0 / raised, 65536.0 / raised]
+/// A block of 16 bytes has four lanes, eight bytes a line, of two lines in the low halves and of two in the high ones.
+/// So a table takes halves of bytes to those of bf16, low and high, and unpacking both makes the line of bf16.
+pub const fn int4_place(line: usize, lane: usize, k: usize) -> (usize, bool) {
+    (lane / 4 * 16 + line % 2 * 8 + lane % 4 * 2 + k, line / 2 == 1)
+}
+
+/// bf16 of the numbers that 4 bits stand for: their low bytes, and their high bytes.
+#[cfg(target_arch = "x86_64")]
+const INT4_BYTES: [[u8; 16]; 2] = bytes_of({
+    let mut numbers = [0.0; 16];
+    let mut bits = 0;
+    while bits < 16 {
+        numbers[bits as usize] = if bits < 8 { bits as f32 } else { bits as f32 - 16.0 };
+        bits += 1;
+    }
+    numbers
+});
+
+/// The same of E4M3 whose three highest bits of the exponent are zero: whole multiples of 2^-9 (of 2^-17, here), by
+/// the four bits that remain.
+#[cfg(target_arch = "x86_64")]
+const E4M3_SMALL_BYTES: [[u8; 16]; 2] = bytes_of({
+    let mut numbers = [0.0; 16];
+    let mut bits = 0;
+    while bits < 16 {
+        numbers[bits as usize] = bits as f32 / (1 << 17) as f32;
+        bits += 1;
+    }
+    numbers
+});
+
+/// Low and high bytes of numbers that bf16 can hold.
+#[cfg(target_arch = "x86_64")]
+const fn bytes_of(numbers: [f32; 16]) -> [[u8; 16]; 2] {
+    let mut bytes = [[0; 16]; 2];
+    let mut i = 0;
+    while i < 16 {
+        let [_, _, low, high] = numbers[i].to_bits().to_le_bytes();
+        (bytes[0][i], bytes[1][i]) = (low, high);
+        i += 1;
+    }
+    bytes
 }
 
 impl Lanes for Portable {
     type Acc = [f32; LANES];
     type Line = [[f32; LANES]; 2];
     type Pair = [f32; 2];
-    /// As [`rounded_by`] has them, then zero points.
-    type Scales = [[f32; LANES]; 3];
+    type E4m3s = [[[u8; 2]; LANES]; 2];
+    type Int4s = [u8; 64];
+    type Constants = ();
 
     const COLUMNS: usize = 8;
-    const INT4_RAISED: [f32; 2] = [1.0; 2];
+    const MOST_BLOCK_PACKED: usize = 4;
+
+    #[inline(always)]
+    unsafe fn constants() -> Self::Constants {}
 
     #[inline(always)]
     unsafe fn zero() -> Self::Acc {
@@ -114,55 +162,74 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn line(line: *const u16) -> Self::Line {
+    unsafe fn sub(left: Self::Acc, right: Self::Acc) -> Self::Acc {
+        std::array::from_fn(|i| left[i] - right[i])
+    }
+
+    #[inline(always)]
+    unsafe fn mul(left: Self::Acc, right: Self::Acc) -> Self::Acc {
+        std::array::from_fn(|i| left[i] * right[i])
+    }
+
+    #[inline(always)]
+    unsafe fn line(line: *const u16, _constants: Self::Constants) -> Self::Line {
         // SAFETY: the caller passes 32 readable elements.
         let line = unsafe { &*line.cast::<[[u16; 2]; LANES]>() };
         std::array::from_fn(|k| std::array::from_fn(|i| widen(line[i][k])))
     }
 
     #[inline(always)]
-    unsafe fn e4m3(line: *const u8) -> [Self::Acc; 2] {
-        // SAFETY: the caller passes 32 readable elements.
-        let line = unsafe { &*line.cast::<[[u8; 2]; LANES]>() };
+    unsafe fn ones() -> Self::Line {
+        [[1.0; LANES]; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3s(at: *const u8, lines: usize) -> Self::E4m3s {
+        let line = |line: usize| {
+            // SAFETY: the caller passes so many lines.
+            if line < lines {
+                unsafe { at.add(LINE * line).cast::<[[u8; 2]; LANES]>().read_unaligned() }
+            } else {
+                [[0; 2]; LANES]
+            }
+        };
+        [line(0), line(1)]
+    }
+
+    #[inline(always)]
+    unsafe fn e4m3(lines: Self::E4m3s, index: usize) -> Self::Line {
+        // As half precision they are 2^-8 of themselves by their bits alone.
         let value = |bits: u8| f16::from_bits(u16::from(bits & 0x80) << 8 | u16::from(bits & 0x7f) << 7).to_f32();
-        std::array::from_fn(|k| std::array::from_fn(|i| value(line[i][k])))
+        std::array::from_fn(|k| std::array::from_fn(|i| value(lines[index][i][k])))
     }
 
     #[inline(always)]
-    unsafe fn int4(line: *const u8) -> [Self::Acc; 2] {
-        // SAFETY: the caller passes 16 readable bytes.
-        let line = unsafe { line.cast::<[i8; LANES]>().read_unaligned() };
-        [line.map(|byte| f32::from(byte << 4 >> 4)), line.map(|byte| f32::from(byte >> 4))]
+    unsafe fn int4s(at: *const u8) -> Self::Int4s {
+        // SAFETY: the caller passes 64 readable bytes.
+        unsafe { at.cast::<[u8; 64]>().read_unaligned() }
     }
 
     #[inline(always)]
-    unsafe fn exact(values: [Self::Acc; 2]) -> Self::Line {
-        values
+    unsafe fn int4(lines: Self::Int4s, index: usize, _constants: Self::Constants) -> Self::Line {
+        let value = |lane: usize, k: usize| {
+            let (byte, high) = int4_place(index, lane, k);
+            let bits = if high { lines[byte] } else { lines[byte] << 4 };
+            f32::from(bits.cast_signed() >> 4)
+        };
+        std::array::from_fn(|k| std::array::from_fn(|i| value(i, k)))
     }
 
     #[inline(always)]
-    unsafe fn scales(scales: *const u8, [raised, _]: [f32; 2]) -> Self::Scales {
+    unsafe fn scales(scales: *const u8, raised: f32) -> Self::Acc {
         // SAFETY: the caller passes 16 readable bf16.
-        let scales = unsafe { scales.cast::<[u16; LANES]>().read_unaligned() };
-        let [a, b] = rounded_by(raised);
-        [scales.map(|scale| widen(scale) * a), scales.map(|scale| widen(scale) * b), [0.0; LANES]]
+        unsafe { scales.cast::<[u16; LANES]>().read_unaligned() }.map(|scale| widen(scale) * raised)
     }
 
     #[inline(always)]
-    unsafe fn with_zeros([a, b, _]: Self::Scales, zeros: *const u8) -> Self::Scales {
+    unsafe fn zeros(zeros: *const u8) -> Self::Acc {
         // SAFETY: the caller passes 8 readable bytes.
         let zeros = unsafe { zeros.cast::<[u8; LANES / 2]>().read_unaligned() };
-        [a, b, std::array::from_fn(|i| f32::from((zeros[i % 8] << (4 - i / 8 * 4)).cast_signed() >> 4))]
-    }
-
-    #[inline(always)]
-    unsafe fn scaled<const ZEROS: bool>(values: [Self::Acc; 2], [a, b, zeros]: Self::Scales) -> Self::Line {
-        values.map(|values| {
-            std::array::from_fn(|i| {
-                let value = if ZEROS { values[i] - zeros[i] } else { values[i] };
-                value * a[i] - value * b[i]
-            })
-        })
+        std::array::from_fn(|i| f32::from((zeros[i % 8] << (4 - i / 8 * 4)).cast_signed() >> 4))
     }
 
     #[inline(always)]
@@ -173,7 +240,7 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn pair(pair: *const u16) -> Self::Pair {
+    unsafe fn pair(pair: *const u16, _constants: Self::Constants) -> Self::Pair {
         // SAFETY: the caller passes two readable elements.
         unsafe { [widen(*pair), widen(*pair.add(1))] }
     }
@@ -207,31 +274,57 @@ pub use x86::{Avx2, Avx512Bf16};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{Lanes, rounded_by};
+    use super::{E4M3_SMALL_BYTES, INT4_BYTES, LINE, Lanes};
 
-    /// Sixteen pairs of E4M3 as half precision, 2^-8 of them: the first of each pair, and the second.
+    /// Sixteen E4M3, in the upper bytes of words, as fp32, 2^-8 of them: as half precision they are that by their bits
+    /// alone, one place lower. The conversion takes subnormal ones as they are in any floating-point mode.
     #[inline(always)]
-    unsafe fn halves(pairs: __m256i) -> [__m256i; 2] {
-        // SAFETY: the caller's processor has AVX2. The sign is the topmost bit of either; exponent and mantissa lie
-        // eight bits below where half precision has them.
+    unsafe fn halves(words: __m256i) -> [__m256; 2] {
+        // SAFETY: the caller's processor has AVX2 and F16C. The sign, moved along, stands in its place, too.
         unsafe {
-            let (sign, rest) = (_mm256_set1_epi16(i16::MIN), _mm256_set1_epi16(0x3f80));
-            let half = |signs, rests| _mm256_or_si256(_mm256_and_si256(signs, sign), _mm256_and_si256(rests, rest));
-            [
-                half(_mm256_slli_epi16::<8>(pairs), _mm256_slli_epi16::<7>(pairs)),
-                half(pairs, _mm256_srli_epi16::<1>(pairs)),
-            ]
+            let bits = _mm256_and_si256(_mm256_srai_epi16::<1>(words), _mm256_set1_epi16(0xbf80_u16.cast_signed()));
+            [_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(bits))]
         }
     }
 
-    /// The lowest 4 bits of each lane, in two's complement: a table of sixteen, by index.
+    /// Sixteen bytes, in each half of a register.
     #[inline(always)]
-    unsafe fn numbers(lanes: __m512i) -> __m512 {
-        // SAFETY: the caller's processor has AVX-512.
+    unsafe fn twice(table: &[u8; 16]) -> __m256i {
+        // SAFETY: the caller's processor has AVX2, and an array of sixteen bytes is readable.
+        unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())) }
+    }
+
+    /// Sixteen bytes, in each quarter of a register.
+    #[inline(always)]
+    unsafe fn four_times(table: &[u8; 16]) -> __m512i {
+        // SAFETY: the caller's processor has AVX-512, and an array of sixteen bytes is readable.
+        unsafe { _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast())) }
+    }
+
+    /// Line `index` of four of 4 bits, of eight lanes: see [`int4_place`](super::int4_place).
+    #[inline(always)]
+    unsafe fn numbers(lines: __m256i, index: usize, high_halves: __m256i) -> [__m256; 2] {
+        // SAFETY: the caller's processor has AVX2.
         unsafe {
-            let of =
-                _mm512_setr_ps(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0);
-            _mm512_permutexvar_ps(lanes, of)
+            let bytes = if index < 2 { lines } else { _mm256_srli_epi16::<4>(lines) };
+            let bits = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
+            let low = _mm256_shuffle_epi8(twice(&INT4_BYTES[0]), bits);
+            let high = _mm256_shuffle_epi8(twice(&INT4_BYTES[1]), bits);
+            let words = match index % 2 {
+                0 => _mm256_unpacklo_epi8(low, high),
+                _ => _mm256_unpackhi_epi8(low, high),
+            };
+            widened(words, high_halves)
+        }
+    }
+
+    /// Two bf16 in each 32-bit word as fp32: the lower ones, and the upper ones.
+    #[inline(always)]
+    unsafe fn widened(words: __m256i, high_halves: __m256i) -> [__m256; 2] {
+        // SAFETY: the caller's processor has AVX2.
+        unsafe {
+            let high = _mm256_and_si256(words, high_halves);
+            [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)), _mm256_castsi256_ps(high)]
         }
     }
 
@@ -243,13 +336,23 @@ mod x86 {
         /// `[k][half of the lanes]`
         type Line = [[__m256; 2]; 2];
         type Pair = [__m256; 2];
-        /// `[k]`: as [`rounded_by`] has them, then zero points; `[half of the lanes]` each.
-        type Scales = [[[__m256; 2]; 3]; 2];
+        /// A line each.
+        type E4m3s = [__m256i; 2];
+        /// `[half of the lanes]`
+        type Int4s = [__m256i; 2];
+        /// A mask of the upper halves of 32-bit words.
+        type Constants = __m256i;
 
         /// Of sixteen registers a column takes two.
         const COLUMNS: usize = 4;
-        /// As they come out of a byte with the fewest operations: at the top of a word, and above its lowest four bits.
-        const INT4_RAISED: [f32; 2] = [(1 << 28) as f32, 16.0];
+        const MOST_BLOCK_PACKED: usize = 2;
+
+        #[inline(always)]
+        unsafe fn constants() -> Self::Constants {
+            // SAFETY: the trait's contract: the processor has AVX2. A mask that the compiler sees becomes a blend,
+            // which has fewer ports.
+            unsafe { _mm256_set1_epi32(std::hint::black_box(0xffff_0000_u32).cast_signed()) }
+        }
 
         #[inline(always)]
         unsafe fn zero() -> Self::Acc {
@@ -264,99 +367,84 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn line(line: *const u16) -> Self::Line {
+        unsafe fn sub(left: Self::Acc, right: Self::Acc) -> Self::Acc {
+            // SAFETY: the trait's contract: the processor has AVX2.
+            unsafe { [_mm256_sub_ps(left[0], right[0]), _mm256_sub_ps(left[1], right[1])] }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(left: Self::Acc, right: Self::Acc) -> Self::Acc {
+            // SAFETY: the trait's contract: the processor has AVX2.
+            unsafe { [_mm256_mul_ps(left[0], right[0]), _mm256_mul_ps(left[1], right[1])] }
+        }
+
+        #[inline(always)]
+        unsafe fn line(line: *const u16, constants: Self::Constants) -> Self::Line {
             // SAFETY: the trait's contract: the processor has AVX2, and 32 elements are readable. A 32-bit word is one
-            // lane's (k, k + 1): its high half is the bf16 of k + 1 in place, its low half that of k.
+            // lane's (k, k + 1).
             unsafe {
-                let words = [_mm256_loadu_si256(line.cast()), _mm256_loadu_si256(line.add(16).cast())];
-                let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-                [
-                    words.map(|word| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(word))),
-                    words.map(|word| _mm256_castsi256_ps(_mm256_and_si256(word, high))),
-                ]
+                let [left, right] = [_mm256_loadu_si256(line.cast()), _mm256_loadu_si256(line.add(16).cast())];
+                let ([a, b], [c, d]) = (widened(left, constants), widened(right, constants));
+                [[a, c], [b, d]]
             }
         }
 
         #[inline(always)]
-        unsafe fn e4m3(line: *const u8) -> [Self::Acc; 2] {
-            // SAFETY: the trait's contract: the processor has AVX2 and F16C, and 32 elements are readable.
+        unsafe fn ones() -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX2.
+            unsafe { [[_mm256_set1_ps(1.0); 2]; 2] }
+        }
+
+        #[inline(always)]
+        unsafe fn e4m3s(at: *const u8, lines: usize) -> Self::E4m3s {
+            // SAFETY: the trait's contract: the processor has AVX2, and `lines` lines are readable.
             unsafe {
-                halves(_mm256_loadu_si256(line.cast())).map(|half| {
-                    [
-                        _mm256_cvtph_ps(_mm256_castsi256_si128(half)),
-                        _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half)),
-                    ]
-                })
+                let first = _mm256_loadu_si256(at.cast());
+                [first, if lines > 1 { _mm256_loadu_si256(at.add(LINE).cast()) } else { first }]
             }
         }
 
         #[inline(always)]
-        unsafe fn int4(line: *const u8) -> [Self::Acc; 2] {
-            // SAFETY: the trait's contract: the processor has AVX2, and 16 bytes are readable.
+        unsafe fn e4m3(lines: Self::E4m3s, index: usize) -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX2 and F16C.
+            unsafe { [halves(_mm256_slli_epi16::<8>(lines[index])), halves(lines[index])] }
+        }
+
+        #[inline(always)]
+        unsafe fn int4s(at: *const u8) -> Self::Int4s {
+            // SAFETY: the trait's contract: the processor has AVX2, and 64 bytes are readable.
+            unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(32).cast())] }
+        }
+
+        #[inline(always)]
+        unsafe fn int4(lines: Self::Int4s, index: usize, constants: Self::Constants) -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX2.
             unsafe {
-                let mut values = [[_mm256_setzero_ps(); 2]; 2];
-                for half in 0..2 {
-                    let bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(line.add(8 * half).cast()));
-                    let odd = _mm256_and_si256(bytes, _mm256_set1_epi32(!15));
-                    values[0][half] = _mm256_cvtepi32_ps(_mm256_slli_epi32::<28>(bytes));
-                    values[1][half] = _mm256_cvtepi32_ps(odd);
-                }
-                values
+                let ([a, b], [c, d]) = (numbers(lines[0], index, constants), numbers(lines[1], index, constants));
+                [[a, c], [b, d]]
             }
         }
 
         #[inline(always)]
-        unsafe fn exact(values: [Self::Acc; 2]) -> Self::Line {
-            values
-        }
-
-        #[inline(always)]
-        unsafe fn scales(scales: *const u8, raised: [f32; 2]) -> Self::Scales {
+        unsafe fn scales(scales: *const u8, raised: f32) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX2, and 16 bf16 are readable.
             unsafe {
-                let mut all = [[[_mm256_setzero_ps(); 2]; 3]; 2];
+                let mut all = [_mm256_set1_ps(raised); 2];
                 for half in 0..2 {
                     let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(scales.add(16 * half).cast()));
-                    let scale = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words));
-                    for k in 0..2 {
-                        let [a, b] = rounded_by(raised[k]);
-                        all[k][0][half] = _mm256_mul_ps(scale, _mm256_set1_ps(a));
-                        all[k][1][half] = _mm256_mul_ps(scale, _mm256_set1_ps(b));
-                    }
+                    all[half] = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)), all[half]);
                 }
                 all
             }
         }
 
         #[inline(always)]
-        unsafe fn with_zeros(mut scales: Self::Scales, zeros: *const u8) -> Self::Scales {
+        unsafe fn zeros(zeros: *const u8) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX2, and 8 bytes are readable.
             unsafe {
                 let bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros.cast()));
                 let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(bytes));
-                let halves = [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srai_epi32::<4>(bytes))];
-                for k in 0..2 {
-                    for (half, zeros) in halves.into_iter().enumerate() {
-                        scales[k][2][half] = _mm256_mul_ps(zeros, _mm256_set1_ps(Self::INT4_RAISED[k]));
-                    }
-                }
-                scales
-            }
-        }
-
-        #[inline(always)]
-        unsafe fn scaled<const ZEROS: bool>(mut values: [Self::Acc; 2], scales: Self::Scales) -> Self::Line {
-            // SAFETY: the trait's contract: the processor has AVX2 and FMA.
-            unsafe {
-                for k in 0..2 {
-                    let [a, b, zeros] = scales[k];
-                    for half in 0..2 {
-                        let value = values[k][half];
-                        let value = if ZEROS { _mm256_sub_ps(value, zeros[half]) } else { value };
-                        values[k][half] = _mm256_fnmadd_ps(value, b[half], _mm256_mul_ps(value, a[half]));
-                    }
-                }
-                values
+                [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srai_epi32::<4>(bytes))]
             }
         }
 
@@ -373,14 +461,10 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn pair(pair: *const u16) -> Self::Pair {
+        unsafe fn pair(pair: *const u16, constants: Self::Constants) -> Self::Pair {
             // SAFETY: the trait's contract: the processor has AVX2, and two elements are readable. They are loaded
             // together: two moves from scalars take longer.
-            unsafe {
-                let both = _mm256_set1_epi32(pair.cast::<i32>().read_unaligned());
-                let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-                [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(both)), _mm256_castsi256_ps(_mm256_and_si256(both, high))]
-            }
+            unsafe { widened(_mm256_set1_epi32(pair.cast::<i32>().read_unaligned()), constants) }
         }
 
         #[inline(always)]
@@ -429,11 +513,16 @@ mod x86 {
         type Acc = __m512;
         type Line = __m512bh;
         type Pair = __m512bh;
-        /// Scales, and what is added for zero points: less these times the scale.
-        type Scales = [__m512; 2];
+        /// A quarter of the lanes of one line, then the same of the other.
+        type E4m3s = __m512i;
+        type Int4s = __m512i;
+        type Constants = ();
 
         const COLUMNS: usize = 8;
-        const INT4_RAISED: [f32; 2] = [1.0; 2];
+        const MOST_BLOCK_PACKED: usize = 4;
+
+        #[inline(always)]
+        unsafe fn constants() -> Self::Constants {}
 
         #[inline(always)]
         unsafe fn zero() -> Self::Acc {
@@ -448,74 +537,104 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn line(line: *const u16) -> Self::Line {
+        unsafe fn sub(left: Self::Acc, right: Self::Acc) -> Self::Acc {
+            // SAFETY: the trait's contract: the processor has AVX-512.
+            unsafe { _mm512_sub_ps(left, right) }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(left: Self::Acc, right: Self::Acc) -> Self::Acc {
+            // SAFETY: the trait's contract: the processor has AVX-512.
+            unsafe { _mm512_mul_ps(left, right) }
+        }
+
+        #[inline(always)]
+        unsafe fn line(line: *const u16, _constants: Self::Constants) -> Self::Line {
             // SAFETY: 32 elements are readable; both types are 512 plain bits.
             unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(line.cast())) }
         }
 
         #[inline(always)]
-        unsafe fn e4m3(line: *const u8) -> [Self::Acc; 2] {
-            // SAFETY: the trait's contract: the processor has AVX-512, and 32 elements are readable.
-            unsafe { halves(_mm256_loadu_si256(line.cast())).map(|half| _mm512_cvtph_ps(half)) }
+        unsafe fn ones() -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX-512; both types are 512 plain bits.
+            unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi16(0x3f80)) }
         }
 
         #[inline(always)]
-        unsafe fn int4(line: *const u8) -> [Self::Acc; 2] {
-            // SAFETY: the trait's contract: the processor has AVX-512, and 16 bytes are readable.
+        unsafe fn e4m3s(at: *const u8, lines: usize) -> Self::E4m3s {
+            // SAFETY: the trait's contract: the processor has AVX-512, and `lines` lines are readable.
             unsafe {
-                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(line.cast()));
-                [numbers(bytes), numbers(_mm512_srli_epi32::<4>(bytes))]
+                let both = match lines {
+                    1 => _mm512_castsi256_si512(_mm256_loadu_si256(at.cast())),
+                    _ => _mm512_loadu_si512(at.cast()),
+                };
+                _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), both)
             }
         }
 
         #[inline(always)]
-        unsafe fn exact([even, odd]: [Self::Acc; 2]) -> Self::Line {
-            // SAFETY: the trait's contract: the processor has AVX-512. The upper halves of the values are bf16: those
-            // of k beside those of k + 1.
+        unsafe fn e4m3(lines: Self::E4m3s, index: usize) -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX-512. A byte is seeee mmm; the bf16 of a normal number
+            // is s0111eee emmm0000. Small ones are looked up, by their lowest four bits.
             unsafe {
-                let [even, odd] = [_mm512_castps_si512(even), _mm512_castps_si512(odd)];
-                let pairs = _mm512_mask_blend_epi16(0xaaaa_aaaa, _mm512_srli_epi32::<16>(even), odd);
-                std::mem::transmute::<__m512i, __m512bh>(pairs)
+                // a & b | c
+                const AND_OR: i32 = 0xea;
+                let small_low = four_times(&E4M3_SMALL_BYTES[0]);
+                let small_high = four_times(&E4M3_SMALL_BYTES[1]);
+                let is_small = _mm512_testn_epi8_mask(lines, _mm512_set1_epi8(0x70));
+                let lowest = _mm512_and_si512(lines, _mm512_set1_epi8(0x0f));
+                let low = _mm512_and_si512(_mm512_slli_epi16::<4>(lines), _mm512_set1_epi8(0xf0_u8.cast_signed()));
+                let low = _mm512_mask_shuffle_epi8(low, is_small, small_low, lowest);
+                let high = _mm512_srli_epi16::<4>(lines);
+                let high = _mm512_ternarylogic_epi32::<AND_OR>(high, _mm512_set1_epi8(0x07), _mm512_set1_epi8(0x38));
+                let high = _mm512_mask_shuffle_epi8(high, is_small, small_high, lowest);
+                let high = _mm512_ternarylogic_epi32::<AND_OR>(lines, _mm512_set1_epi8(i8::MIN), high);
+                std::mem::transmute::<__m512i, __m512bh>(match index {
+                    0 => _mm512_unpacklo_epi8(low, high),
+                    _ => _mm512_unpackhi_epi8(low, high),
+                })
             }
         }
 
         #[inline(always)]
-        unsafe fn scales(scales: *const u8, [raised, _]: [f32; 2]) -> Self::Scales {
+        unsafe fn int4s(at: *const u8) -> Self::Int4s {
+            // SAFETY: the trait's contract: the processor has AVX-512, and 64 bytes are readable.
+            unsafe { _mm512_loadu_si512(at.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn int4(lines: Self::Int4s, index: usize, _constants: Self::Constants) -> Self::Line {
+            // SAFETY: the trait's contract: the processor has AVX-512. Tables of bytes and unpacking are four
+            // operations of one port for two lines; one table of words would be four, too (`VPERMW` is two).
+            unsafe {
+                let bytes = if index < 2 { lines } else { _mm512_srli_epi16::<4>(lines) };
+                let bits = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
+                let low = _mm512_shuffle_epi8(four_times(&INT4_BYTES[0]), bits);
+                let high = _mm512_shuffle_epi8(four_times(&INT4_BYTES[1]), bits);
+                std::mem::transmute::<__m512i, __m512bh>(match index % 2 {
+                    0 => _mm512_unpacklo_epi8(low, high),
+                    _ => _mm512_unpackhi_epi8(low, high),
+                })
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn scales(scales: *const u8, raised: f32) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX-512, and 16 bf16 are readable.
             unsafe {
                 let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(scales.cast()));
-                let scales = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
-                [_mm512_mul_ps(scales, _mm512_set1_ps(1.0 / raised)), _mm512_setzero_ps()]
+                _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)), _mm512_set1_ps(raised))
             }
         }
 
         #[inline(always)]
-        unsafe fn with_zeros([scales, _]: Self::Scales, zeros: *const u8) -> Self::Scales {
+        unsafe fn zeros(zeros: *const u8) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX-512, and 8 bytes are readable.
             unsafe {
-                let low = _mm256_cvtepu8_epi32(_mm_loadl_epi64(zeros.cast()));
-                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), _mm256_srli_epi32::<4>(low));
-                [scales, _mm512_fnmadd_ps(numbers(both), scales, _mm512_setzero_ps())]
-            }
-        }
-
-        #[inline(always)]
-        unsafe fn scaled<const ZEROS: bool>([even, odd]: [Self::Acc; 2], scales: Self::Scales) -> Self::Line {
-            // SAFETY: the trait's contract: the processor has AVX-512 BF16. A fused operation is exact here. The
-            // conversion rounds as bf16 do everywhere; that it takes denormals for zeros is out of the scales' bounds.
-            unsafe {
-                let [scale, zeros] = scales;
-                let [even, odd] = match ZEROS {
-                    true => [_mm512_fmadd_ps(even, scale, zeros), _mm512_fmadd_ps(odd, scale, zeros)],
-                    false => [_mm512_mul_ps(even, scale), _mm512_mul_ps(odd, scale)],
-                };
-                // Those of k in the lower half, those of k + 1 in the upper one.
-                let halves = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(odd, even));
-                let places = _mm512_set_epi16(
-                    31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
-                    18, 2, 17, 1, 16, 0,
-                );
-                std::mem::transmute::<__m512i, __m512bh>(_mm512_permutexvar_epi16(places, halves))
+                let bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros.cast()));
+                let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(bytes));
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), _mm256_srai_epi32::<4>(bytes));
+                _mm512_cvtepi32_ps(both)
             }
         }
 
@@ -526,7 +645,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn pair(pair: *const u16) -> Self::Pair {
+        unsafe fn pair(pair: *const u16, _constants: Self::Constants) -> Self::Pair {
             // SAFETY: two elements are readable; both types are 512 plain bits.
             unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(pair.cast::<i32>().read_unaligned())) }
         }

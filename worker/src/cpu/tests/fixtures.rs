@@ -4,9 +4,11 @@ use std::path::Path;
 
 use super::group::{Arrangement, Request, fixture, run};
 use crate::cpu::Isa;
-use crate::cpu::tolerance::{DECIDED_SHARE, LOGITS_RELATIVE_L2};
+use crate::cpu::tolerance::{
+    DECIDED_SHARE, GROUPS_DECIDED_SHARE, GROUPS_LOGITS_RELATIVE_L2, LOGITS_RELATIVE_L2, ORDER_LOGITS_RELATIVE_L2,
+};
 use crate::golden::{self, RECORDED};
-use crate::model::checkpoint::tests::formats::{TINY, in_bf16};
+use crate::model::checkpoint::tests::formats::{TINY, in_bf16, with_even_scales};
 use crate::model::{LayerTensor, Tensor};
 
 fn check(name: &str, isa: Isa) {
@@ -38,9 +40,14 @@ fn check(name: &str, isa: Isa) {
         assert_eq!(free[0].tokens[..until], prompt.greedy[..until], "{name} {isa} prompt {index}");
     }
     println!("{name} {isa}: relative L2 error {worst:.5}, {decided} of {steps} greedy steps decided");
-    assert!(worst <= LOGITS_RELATIVE_L2, "{name} {isa}: relative L2 error {worst}");
+    let grouped = TINY.iter().any(|(tiny, format)| *tiny == name && format.group().is_some());
+    let (most, least) = match grouped {
+        true => (GROUPS_LOGITS_RELATIVE_L2, GROUPS_DECIDED_SHARE),
+        false => (LOGITS_RELATIVE_L2, DECIDED_SHARE),
+    };
+    assert!(worst <= most, "{name} {isa}: relative L2 error {worst}");
     let share = decided as f64 / steps as f64;
-    assert!(share >= DECIDED_SHARE, "{name} {isa}: {decided} of {steps} greedy steps are decided by their margin");
+    assert!(share >= least, "{name} {isa}: {decided} of {steps} greedy steps are decided by their margin");
 }
 
 macro_rules! fixtures {
@@ -71,7 +78,7 @@ fixtures! {
 
 /// In every instruction set, on any number of ranks, in steps of any number of rows.
 #[test]
-fn groups_are_computed_as_a_model_in_bf16_with_the_same_weights() {
+fn groups_have_the_same_bits_in_any_arrangement() {
     let isas = [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available());
     for (isa, (name, _)) in isas.flat_map(|isa| TINY.map(|tiny| (isa, tiny))) {
         let prompt = golden::read(&fixture(name)).remove(0);
@@ -80,16 +87,44 @@ fn groups_are_computed_as_a_model_in_bf16_with_the_same_weights() {
             let arrangement = Arrangement { isa, tensor_parallel, slots, ..Arrangement::default() };
             run(dir, &arrangement, &requests[..slots])
         };
-        let in_bf16 = |picked| in_bf16(name, picked);
-        let plain = bits(in_bf16(None).path(), 1, 64);
+        let in_bf16 = |picked| in_bf16(&fixture(name), picked);
+        let (stored, plain) = (bits(&fixture(name), 1, 64), bits(in_bf16(None).path(), 1, 64));
         // Two heads: no more ranks.
-        for (tensor_parallel, slots) in [(1, 64), (1, 9), (2, 8), (2, 33), (2, 1), (1, 2)] {
-            let stored = bits(&fixture(name), tensor_parallel, slots);
-            assert!(stored == plain[..slots], "{name} {isa}, {slots} sequences on {tensor_parallel} ranks");
+        for (tensor_parallel, slots) in [(1, 9), (2, 8), (2, 33), (2, 1), (1, 2)] {
+            let other = bits(&fixture(name), tensor_parallel, slots);
+            assert!(other == stored[..slots], "{name} {isa}, {slots} sequences on {tensor_parallel} ranks");
         }
         let some = |tensor| matches!(tensor, Tensor::Layer(0, LayerTensor::Gate | LayerTensor::Key));
         assert!(bits(in_bf16(Some(&some)).path(), 1, 3) == plain[..3], "{name} {isa}, partly");
+        // In act order the scales belong to no run: such a model is one in bf16.
+        assert_eq!(stored == plain, name == "tiny-gptq-desc-act", "{name} {isa}");
     }
+}
+
+#[test]
+fn groups_with_scales_that_round_no_weight_are_close_to_bf16() {
+    let isas = [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available());
+    for (isa, (name, _)) in isas.flat_map(|isa| TINY.map(|tiny| (isa, tiny))) {
+        let prompt = golden::read(&fixture(name)).remove(0);
+        let requests: Vec<_> = (1..=prompt.ids.len()).map(|end| Request::greedy(&prompt.ids[..end], 1)).collect();
+        let logits = |dir: &Path| run(dir, &Arrangement { isa, slots: 64, ..Arrangement::default() }, &requests);
+        let stored = with_even_scales(name);
+        let plain = logits(in_bf16(stored.path(), None).path());
+        let errors = logits(stored.path())
+            .into_iter()
+            .zip(plain)
+            .map(|(stored, plain)| relative_l2(&stored.logits[0], &plain.logits[0]));
+        let worst = errors.fold(0.0, f64::max);
+        println!("{name} {isa}: relative L2 error {worst:.5}");
+        assert!(worst < ORDER_LOGITS_RELATIVE_L2, "{name} {isa}: {worst}");
+    }
+}
+
+fn relative_l2(left: &[u32], right: &[u32]) -> f64 {
+    let value = |bits: &u32| f64::from(f32::from_bits(*bits));
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>();
+    let error = squares(&mut left.iter().zip(right).map(|(left, right)| value(left) - value(right)));
+    (error / squares(&mut right.iter().map(value))).sqrt()
 }
 
 #[test]

@@ -8,7 +8,8 @@ use crate::model::Tensor;
 use crate::model::format::to_bf16;
 use crate::model::source::Source;
 
-/// A source whose values have their scales: what a product of these weights in groups computes with, bit for bit.
+/// A source whose values have their scales, rounded to bf16: what a GPU's product of these weights in groups computes
+/// with, bit for bit.
 pub struct Expanded<'a>(pub &'a dyn Source);
 
 /// Groups begin at multiples of so many columns.

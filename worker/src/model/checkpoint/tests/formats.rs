@@ -20,12 +20,16 @@ type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// A copy of a fixture, with its tensors and its `quantization_config` changed.
 pub(crate) fn changed(name: &str, change: impl FnOnce(&mut Tensors, &mut Value)) -> TempDir {
+    copied(&fixture(name), change)
+}
+
+fn copied(source: &Path, change: impl FnOnce(&mut Tensors, &mut Value)) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    let bytes = std::fs::read(fixture(name).join("model.safetensors")).unwrap();
+    let bytes = std::fs::read(source.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let of = |(name, view): (String, TensorView)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()));
     let mut tensors: Tensors = file.tensors().into_iter().map(of).collect();
-    let mut config: Value = serde_json::from_slice(&std::fs::read(fixture(name).join("config.json")).unwrap()).unwrap();
+    let mut config: Value = serde_json::from_slice(&std::fs::read(source.join("config.json")).unwrap()).unwrap();
     change(&mut tensors, &mut config["quantization_config"]);
     let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
         (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("the change is consistent"))
@@ -60,16 +64,35 @@ pub(crate) fn expand(tensors: &mut Tensors, checkpoint: &Checkpoint, tensor: Ten
     tensors.insert(name, (Dtype::BF16, tensor.shape(checkpoint.config()), bytes));
 }
 
-/// A copy of a fixture in bf16: those of its matrices that `picked` says, or all of them and then without a
+/// A copy of a checkpoint in bf16: those of its matrices that `picked` says, or all of them and then without a
 /// `quantization_config`.
-pub(crate) fn in_bf16(name: &str, picked: Option<&dyn Fn(Tensor) -> bool>) -> TempDir {
-    let checkpoint = as_found(&fixture(name));
-    changed(name, |tensors, config| {
+pub(crate) fn in_bf16(dir: &Path, picked: Option<&dyn Fn(Tensor) -> bool>) -> TempDir {
+    let checkpoint = as_found(dir);
+    copied(dir, |tensors, config| {
         for tensor in matrices(&checkpoint).filter(|tensor| picked.is_none_or(|picked| picked(*tensor))) {
             expand(tensors, &checkpoint, tensor);
         }
         if picked.is_none() {
             *config = Value::Null;
+        }
+    })
+}
+
+/// A copy of a fixture whose scales are powers of two.
+pub(crate) fn with_even_scales(name: &str) -> TempDir {
+    changed(name, |tensors, _| {
+        for (dtype, _, bytes) in tensors.iter_mut().filter(|(name, _)| name.contains("scale")).map(|(_, tensor)| tensor)
+        {
+            // Sign and exponent.
+            let (width, mask) = match dtype {
+                Dtype::BF16 => (2, 0xff80),
+                Dtype::F16 => (2, 0xfc00),
+                Dtype::F32 => (4, 0xff80_0000_u32),
+                other => panic!("scales in {other:?}"),
+            };
+            for value in bytes.chunks_exact_mut(width) {
+                value.iter_mut().zip(mask.to_le_bytes()).for_each(|(byte, mask)| *byte &= mask);
+            }
         }
     })
 }
@@ -149,7 +172,7 @@ fn matrices_that_are_stored_otherwise_make_a_model_of_bf16_with_the_same_weights
     for (name, format) in TINY {
         let stored = as_found(&fixture(name));
         let picked = |tensor| matches!(tensor, Tensor::Layer(0, Query | Down));
-        let dir = in_bf16(name, Some(&picked));
+        let dir = in_bf16(&fixture(name), Some(&picked));
         let checkpoint = as_found(dir.path());
         assert_eq!(checkpoint.config().layer_weights, WeightFormat::Bf16);
         for tensor in matrices(&stored) {
@@ -168,7 +191,7 @@ fn matrices_that_are_stored_otherwise_make_a_model_of_bf16_with_the_same_weights
         assert!(matches!(error, CheckpointError::Mixed { .. }), "{error}");
     }
     // None of fewer bits: a model in bf16, whatever config.json says.
-    let dir = in_bf16("tiny-gptq", Some(&|_| true));
+    let dir = in_bf16(&fixture("tiny-gptq"), Some(&|_| true));
     assert_eq!(as_found(dir.path()).config().layer_weights, WeightFormat::Bf16);
 }
 
@@ -320,7 +343,7 @@ proptest! {
         ends in prop::array::uniform4(any::<prop::sample::Index>()),
     ) {
         static ALL: LazyLock<Vec<[Checkpoint; 2]>> = LazyLock::new(|| {
-            let mixed = |name| in_bf16(name, Some(&|tensor| tensor == Tensor::Layer(0, LayerTensor::Key)));
+            let mixed = |name| in_bf16(&fixture(name), Some(&|tensor| tensor == Tensor::Layer(0, LayerTensor::Key)));
             TINY.map(|(name, _)| [as_found(&fixture(name)), as_found(mixed(name).path())]).into()
         });
         for checkpoint in &ALL[fixture_of] {

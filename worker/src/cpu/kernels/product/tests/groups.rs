@@ -1,9 +1,12 @@
-//! Weights in groups: every kernel has the bits of bf16 with the same weights.
+//! Weights in groups: every kernel has the bits of sums of bf16 without scales, each scaled once.
+
+use std::ops::Range;
 
 use half::bf16;
 
 use super::*;
-use crate::model::format::{GROUP_SCALE_MAX, GROUP_SCALE_MIN, to_bf16};
+use crate::cpu::kernels::lanes::int4_place;
+use crate::model::format::{GROUP_SCALE_MAX, GROUP_SCALE_MIN};
 use crate::plan::Leaves;
 
 const ROWS: usize = LANES;
@@ -48,54 +51,114 @@ impl Grouped {
         matches!(self.format, WeightFormat::Int4 { .. })
     }
 
-    fn pairs(&self) -> impl Iterator<Item = (usize, usize, usize)> {
-        let (leaves, pairs) = (self.leaves, self.k.padded / 2);
-        let tiles = (0..self.tiles).flat_map(move |tile| (0..leaves).map(move |leaf| (tile, leaf)));
-        tiles.flat_map(move |(tile, leaf)| (0..pairs).map(move |pair| (tile, leaf, pair)))
+    /// What kernels multiply with: 4 bits less 8, E4M3 over [`E4M3_RAISED`].
+    fn number(&self, row: usize, leaf: usize, column: usize) -> f32 {
+        let group = self.group_of((self.first_leaf + leaf) * self.k.len + column);
+        let stored = self.stored(row, leaf, column).unwrap_or(self.padding(row, group));
+        if self.four_bits() { f32::from(stored) - 8.0 } else { from_e4m3(stored).to_f32() / E4M3_RAISED }
     }
 
-    /// What the format says that each is, rounded.
-    fn plain(&self) -> Vec<u16> {
-        let value = |row: usize, leaf: usize, column: usize| {
-            let group = self.group_of((self.first_leaf + leaf) * self.k.len + column);
-            let Some(stored) = self.stored(row, leaf, column) else { return 0 };
-            let number = match self.four_bits() {
-                true => f32::from(stored) - f32::from(self.zero(row, group)),
-                false => from_e4m3(stored).to_f32(),
-            };
-            to_bf16(number * self.scale(row, group)).to_bits()
+    /// Each run of a leaf: its group, its first pair, and its pairs.
+    fn runs(&self, leaf: usize) -> Vec<(usize, Range<usize>)> {
+        let mut first = 0;
+        let run = |pairs: usize| {
+            let start = first;
+            first += pairs;
+            (self.group_of((self.first_leaf + leaf) * self.k.len + 2 * start), start..first)
         };
-        let line = |(tile, leaf, pair): (usize, usize, usize)| {
-            (0..LINE).map(move |i| value(tile * ROWS + i / 2, leaf, 2 * pair + i % 2))
-        };
-        self.pairs().flat_map(line).collect()
+        Runs::new(self.format, self.k, self.first_leaf).unwrap().of(leaf).map(run).collect()
+    }
+
+    /// Numbers of a run of a tile, as lines of bf16.
+    fn lines(&self, tile: usize, leaf: usize, pairs: Range<usize>) -> Vec<u16> {
+        let line = |pair: usize| (0..LINE).map(move |i| (tile * ROWS + i / 2, 2 * pair + i % 2));
+        pairs.flat_map(line).map(|(row, column)| bf16::from_f32(self.number(row, leaf, column)).to_bits()).collect()
     }
 
     /// As the kernels read it.
     fn packed(&self) -> Vec<u8> {
         let mut out = Vec::new();
-        let mut last = None;
-        for (tile, leaf, pair) in self.pairs() {
-            let column = (self.first_leaf + leaf) * self.k.len + 2 * pair;
+        for (tile, leaf) in (0..self.tiles).flat_map(|tile| (0..self.leaves).map(move |leaf| (tile, leaf))) {
             let rows = tile * ROWS..(tile + 1) * ROWS;
-            let group = self.group_of(column);
-            if last.replace((tile, leaf, group)) != Some((tile, leaf, group)) {
+            for (group, pairs) in self.runs(leaf) {
+                let stored =
+                    |row: usize, column: usize| self.stored(row, leaf, column).unwrap_or(self.padding(row, group));
+                if self.four_bits() {
+                    for first in pairs.clone().step_by(4) {
+                        let mut lines = [0; 64];
+                        for (line, i) in (0..4).flat_map(|line| (0..LINE).map(move |i| (line, i))) {
+                            // What lies behind a run is not looked at.
+                            let bits = match pairs.contains(&(first + line)) {
+                                true => stored(tile * ROWS + i / 2, 2 * (first + line) + i % 2) ^ 8,
+                                false => 5,
+                            };
+                            let (byte, high) = int4_place(line, i / 2, i % 2);
+                            lines[byte] |= if high { bits << 4 } else { bits };
+                        }
+                        out.extend(lines);
+                    }
+                } else {
+                    for pair in pairs {
+                        out.extend((0..LINE).map(|i| stored(tile * ROWS + i / 2, 2 * pair + i % 2)));
+                    }
+                }
                 out.extend(rows.clone().flat_map(|row| bf16::from_f32(self.scale(row, group)).to_le_bytes()));
                 if self.format.has_zeros() {
                     let zero = |row: usize| self.zero(tile * ROWS + row, group) ^ 8;
                     out.extend((0..8).map(|row| zero(row) | zero(row + 8) << 4));
                 }
             }
-            for row in rows {
-                // A weight of the padding is the zero point.
-                let stored = |at| self.stored(row, leaf, 2 * pair + at).unwrap_or(self.padding(row, group));
-                match self.four_bits() {
-                    true => out.push((stored(0) ^ 8) | (stored(1) ^ 8) << 4),
-                    false => out.extend([stored(0), stored(1)]),
+        }
+        out
+    }
+
+    /// The bits of a product, from sums of runs that the kernel of bf16 computes.
+    fn expected(&self, isa: Isa, x: Columns<'_>) -> Vec<u32> {
+        let mut out = Vec::new();
+        for (column, tile) in (0..x.count).flat_map(|column| (0..self.tiles).map(move |tile| (column, tile))) {
+            let mut sums = Vec::new();
+            for leaf in 0..self.leaves {
+                let mut sum = [0.0f32; ROWS];
+                for (group, pairs) in self.runs(leaf) {
+                    let first = leaf * self.k.padded + 2 * pairs.start;
+                    let x = Columns { data: &x.data[column * x.parts * x.stride + first..], count: 1, ..x };
+                    let product = |lines: &[u16]| -> Vec<f32> {
+                        run(isa, panel(lines, 1, 1, pairs.len()), x).into_iter().map(f32::from_bits).collect()
+                    };
+                    let of_weights = product(&self.lines(tile, leaf, pairs.clone()));
+                    let of_inputs = product(&vec![bf16::ONE.to_bits(); pairs.len() * LINE]);
+                    for (row, sum) in sum.iter_mut().enumerate() {
+                        let of_row = tile * ROWS + row;
+                        let raised = if self.four_bits() { 1.0 } else { E4M3_RAISED };
+                        let zero = f32::from(self.zero(of_row, group)) - 8.0;
+                        let less = if self.format.has_zeros() { zero * of_inputs[row] } else { 0.0 };
+                        *sum += self.scale(of_row, group) * raised * (of_weights[row] - less);
+                    }
+                }
+                sums.extend(sum);
+            }
+            crate::plan::tree::tree_sum_rows(&mut sums, ROWS);
+            out.extend(sums[..ROWS].iter().map(|sum| sum.to_bits()));
+        }
+        out
+    }
+
+    /// A row's sum in double precision, and the bound of what rounding may change in it.
+    fn exact(&self, row: usize, x: &[f64]) -> (f64, f64) {
+        let (mut sum, mut size) = (0.0, 0.0);
+        for leaf in 0..self.leaves {
+            for (group, pairs) in self.runs(leaf) {
+                let raised = if self.four_bits() { 1.0 } else { f64::from(E4M3_RAISED) };
+                let scale = f64::from(self.scale(row, group)) * raised;
+                let zero = if self.four_bits() { f64::from(self.zero(row, group)) - 8.0 } else { 0.0 };
+                for column in 2 * pairs.start..2 * pairs.end {
+                    let (number, x) = (f64::from(self.number(row, leaf, column)), x[leaf * self.k.padded + column]);
+                    sum += (number - zero) * scale * x;
+                    size += (number.abs() + zero.abs()) * scale.abs() * x.abs();
                 }
             }
         }
-        out
+        (sum, size)
     }
 
     fn padding(&self, row: usize, group: usize) -> u8 {
@@ -103,15 +166,8 @@ impl Grouped {
     }
 
     fn panel<'a>(&self, data: &'a [u8]) -> Panel<'a> {
-        Panel {
-            data,
-            format: self.format,
-            scales: &[],
-            tiles: self.tiles,
-            leaves: self.leaves,
-            leaf_pairs: self.k.padded / 2,
-            runs: Runs::new(self.format, self.k, self.first_leaf).unwrap(),
-        }
+        let runs = Runs::new(self.format, self.k, self.first_leaf).unwrap();
+        Panel::new(data, self.format, &[], self.tiles, (self.leaves, self.k.padded / 2, runs))
     }
 }
 
@@ -146,7 +202,7 @@ fn shapes() -> [(Leaves, usize, usize); 5] {
 }
 
 #[test]
-fn groups_have_the_bits_of_bf16_with_the_same_weights() {
+fn groups_have_the_bits_of_sums_of_bf16_that_are_scaled() {
     let _mode = FlushDenormals::enter();
     let mut seed = 0;
     for ((k, first_leaf, leaves), group) in shapes().into_iter().flat_map(|shape| [(shape, 16), (shape, 128)]) {
@@ -155,80 +211,143 @@ fn groups_have_the_bits_of_bf16_with_the_same_weights() {
         {
             seed += 1;
             let weights = Grouped { format, k, first_leaf, leaves, tiles: 7, seed, scale };
-            let (plain, packed) = (weights.plain(), weights.packed());
+            let packed = weights.packed();
+            let grouped = weights.panel(&packed);
+            assert_eq!(packed.len(), 7 * grouped.tile_bytes);
             let length = leaves * k.padded;
             let x = random(seed, 8 * 2 * length);
             for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-                let grouped = weights.panel(&packed);
-                let bf16 = panel(&plain, 7, leaves, k.padded / 2);
-                let mut expanded = vec![0; plain.len()];
-                let after = expand(isa, grouped, &mut expanded);
-                assert_eq!((after.format, after.tiles, after.runs), (bf16.format, bf16.tiles, bf16.runs));
-                assert!(same(&expanded, &plain), "{isa} {format} {k:?}");
+                let x = Columns { data: &x, stride: length, count: 8, parts };
+                let expected = weights.expected(isa, x);
+                let mut room = vec![0; 7 * grouped.runs.expanded_bytes(format, leaves) / 2];
+                let expanded = expand(isa, grouped, &mut room);
                 for count in 1..=8 {
-                    let x = Columns { data: &x, stride: length, count, parts };
-                    assert_eq!(run(isa, grouped, x), run(isa, bf16, x), "{isa} {format} {k:?} {parts} {count}");
+                    let (x, of_tile) = (Columns { count, ..x }, 7 * ROWS);
+                    assert_eq!(
+                        run(isa, grouped, x),
+                        expected[..count * of_tile],
+                        "{isa} {format} {k:?} {parts} {count}"
+                    );
+                    assert_eq!(
+                        run(isa, expanded, x),
+                        expected[..count * of_tile],
+                        "{isa} {format} {k:?} {parts} {count}"
+                    );
                 }
-                let x = Columns { data: &x, stride: length, count: 3, parts };
-                assert_eq!(run(isa, grouped.tiles(2, 3), x), run(isa, bf16.tiles(2, 3), x), "{isa} {format} {k:?}");
+                let some = run(isa, grouped.tiles(2, 3), Columns { count: 3, ..x });
+                assert_eq!(run(isa, expanded.tiles(2, 3), Columns { count: 3, ..x }), some);
+                for (column, some) in some.chunks_exact(3 * ROWS).enumerate() {
+                    assert_eq!(some, &expected[column * 7 * ROWS + 2 * ROWS..][..3 * ROWS], "{isa} {format} {k:?}");
+                }
+            }
+            if Isa::Avx2.available() {
+                let x = Columns { data: &x, stride: length, count: 3, parts: 2 };
+                assert_eq!(run(Isa::Avx2, grouped, x), run(Isa::Portable, grouped, x), "{format} {k:?}");
             }
         }
     }
 }
 
-/// A zero has either sign: no sum that begins with a zero knows which.
-fn same(left: &[u16], right: &[u16]) -> bool {
-    let value = |bits: &u16| if bits & 0x7fff == 0 { 0 } else { *bits };
-    left.iter().map(value).eq(right.iter().map(value))
+#[test]
+fn groups_agree_with_double_precision() {
+    let _mode = FlushDenormals::enter();
+    for ((k, first_leaf, leaves), group) in shapes().into_iter().flat_map(|shape| [(shape, 32), (shape, 128)]) {
+        for format in formats(group) {
+            let weights = Grouped { format, k, first_leaf, leaves, tiles: 2, seed: 3, scale: usual };
+            let packed = weights.packed();
+            let length = leaves * k.padded;
+            let x = random(4, length);
+            let values: Vec<f64> = x.iter().map(|bits| f64::from(bf16::from_bits(*bits).to_f32())).collect();
+            for isa in isas() {
+                let columns = Columns { data: &x, stride: length, count: 1, parts: 1 };
+                for (row, got) in run(isa, weights.panel(&packed), columns).into_iter().enumerate() {
+                    let (sum, size) = weights.exact(row, &values);
+                    let got = f64::from(f32::from_bits(got));
+                    // A rounding for each term and each run, of at most 2^-24 of what `size` bounds.
+                    let bound = size * (2 * length) as f64 * 2f64.powi(-24);
+                    assert!((got - sum).abs() <= bound, "{isa} {format} {k:?} {row}: {got} {sum}");
+                }
+            }
+        }
+    }
 }
 
-/// Every value times every scale of eight bits, at the ends of the range and in the middle.
+/// Every value, less every zero point, times every scale of eight bits, at the ends of the range and in the middle: a
+/// sum of one term is exact.
 #[test]
-fn every_value_times_every_scale_rounds_as_bf16_do() {
+fn every_value_times_every_scale_is_exact() {
     let _mode = FlushDenormals::enter();
     for (format, exponent) in
         formats(32).into_iter().flat_map(|format| [-100, -1, 0, 99].map(|exponent| (format, exponent)))
     {
         let four_bits = matches!(format, WeightFormat::Int4 { .. });
         let scale = |index: usize| (1.0 + (index % 128) as f32 / 128.0) * 2f32.powi(exponent);
+        let columns = if four_bits { 16 } else { 256 };
+        let one_hot: Vec<u16> =
+            (0..columns * columns).map(|i| if i % columns == i / columns { bf16::ONE.to_bits() } else { 0 }).collect();
+        let format = match format {
+            WeightFormat::Int4 { zeros, .. } => WeightFormat::Int4 { columns: 16, zeros },
+            _ => WeightFormat::E4m3Groups { columns: 256 },
+        };
         // A tile has sixteen of the scales; zero points come in turns, so that each meets each scale.
         for (tile, zero) in
             (0..8).flat_map(|tile| (0..if format.has_zeros() { 16 } else { 1 }).map(move |zero| (tile, zero)))
         {
             let zero_of = |row: usize| if format.has_zeros() { (zero + row as u8) % 16 } else { 8 };
-            let mut packed: Vec<u8> =
-                (0..ROWS).flat_map(|row| bf16::from_f32(scale(tile * ROWS + row)).to_le_bytes()).collect();
-            let columns = if four_bits { 16 } else { 256 };
+            let mut packed = vec![0; columns * ROWS / if four_bits { 2 } else { 1 }];
+            for (column, row) in (0..columns).flat_map(|column| (0..ROWS).map(move |row| (column, row))) {
+                let bits = column as u8;
+                if four_bits {
+                    let (byte, high) = int4_place(column / 2 % 4, row, column % 2);
+                    packed[column / 8 * 64 + byte] |= (bits ^ 8) << if high { 4 } else { 0 };
+                } else {
+                    packed[column / 2 * LINE + row * 2 + column % 2] = if bits & 0x7f == 0x7f { 0 } else { bits };
+                }
+            }
+            packed.extend((0..ROWS).flat_map(|row| bf16::from_f32(scale(tile * ROWS + row)).to_le_bytes()));
             if format.has_zeros() {
                 packed.extend((0..8).map(|row| (zero_of(row) ^ 8) | (zero_of(row + 8) ^ 8) << 4));
             }
-            let format = match format {
-                WeightFormat::Int4 { zeros, .. } => WeightFormat::Int4 { columns, zeros },
-                _ => WeightFormat::E4m3Groups { columns },
-            };
-            let mut expected = Vec::new();
-            for (pair, row) in (0..columns / 2).flat_map(|pair| (0..ROWS).map(move |row| (pair, row))) {
-                let two = [2 * pair, 2 * pair + 1].map(|value| value as u8);
-                match four_bits {
-                    true => packed.push((two[0] ^ 8) | (two[1] ^ 8) << 4),
-                    false => packed.extend(two.map(|bits| if bits & 0x7f == 0x7f { 0 } else { bits })),
-                }
-                expected.extend(two.map(|value| {
+            let runs = Runs::new(format, Leaves { count: 1, len: columns, padded: columns }, 0).unwrap();
+            let panel = Panel::new(&packed, format, &[], 1, (1, columns / 2, runs));
+            for (isa, first) in
+                isas().into_iter().flat_map(|isa| (0..columns).step_by(8).map(move |first| (isa, first)))
+            {
+                let x = Columns { data: &one_hot[first * columns..], stride: columns, count: 8, parts: 1 };
+                for (i, got) in run(isa, panel, x).into_iter().map(f32::from_bits).enumerate() {
+                    let (value, row) = ((first + i / ROWS) as u8, i % ROWS);
                     let number = match four_bits {
                         true => f32::from(value) - f32::from(zero_of(row)),
                         false if value & 0x7f == 0x7f => 0.0,
                         false => from_e4m3(value).to_f32(),
                     };
-                    to_bf16(number * scale(tile * ROWS + row)).to_bits()
-                }));
+                    assert_eq!(got, number * scale(tile * ROWS + row), "{isa} {format} 2^{exponent} {value}");
+                }
             }
-            let len = usize::from(columns);
-            let runs = Runs::new(format, Leaves { count: 1, len, padded: len }, 0).unwrap();
-            let panel = Panel { data: &packed, format, scales: &[], tiles: 1, leaves: 1, leaf_pairs: len / 2, runs };
-            for isa in isas() {
-                let mut out = vec![0; expected.len()];
-                expand(isa, panel, &mut out);
-                assert!(same(&out, &expected), "{isa} {format} 2^{exponent}, scales from {}", tile * ROWS);
+        }
+    }
+}
+
+/// A group whose scale is zero is left out, whatever its weights and zero points.
+#[test]
+fn a_scale_of_zero_leaves_a_group_out() {
+    let _mode = FlushDenormals::enter();
+    let k = Leaves { count: 1, len: 64, padded: 64 };
+    let second = |random: u64| if random % 2 == 0 { 0.0 } else { 0.5 };
+    for format in formats(32) {
+        let weights = Grouped { format, k, first_leaf: 0, leaves: 1, tiles: 1, seed: 8, scale: second };
+        let packed = weights.packed();
+        let x = random(9, 64);
+        let mut expected = vec![0.0f64; ROWS];
+        let values: Vec<f64> = x.iter().map(|bits| f64::from(bf16::from_bits(*bits).to_f32())).collect();
+        expected.iter_mut().enumerate().for_each(|(row, sum)| *sum = weights.exact(row, &values).0);
+        assert!((0..ROWS).any(|row| [0, 1].map(|group| weights.scale(row, group)) == [0.0; 2]));
+        for isa in isas() {
+            let x = Columns { data: &x, stride: 64, count: 1, parts: 1 };
+            for (row, got) in run(isa, weights.panel(&packed), x).into_iter().map(f32::from_bits).enumerate() {
+                let both_zero = (0..2).all(|group| weights.scale(row, group) == 0.0);
+                assert!(!both_zero || got == 0.0, "{isa} {format} {row}: {got}");
+                assert!((f64::from(got) - expected[row]).abs() < 1e-2, "{isa} {format} {row}: {got}");
             }
         }
     }
@@ -240,19 +359,21 @@ fn another_zero_point_or_another_border_of_groups_is_noticed() {
     let k = Leaves { count: 16, len: 24, padded: 32 };
     for format in formats(16) {
         let weights = Grouped { format, k, first_leaf: 2, leaves: 2, tiles: 1, seed: 5, scale: usual };
-        let (plain, packed) = (weights.plain(), weights.packed());
+        let packed = weights.packed();
         let x = random(6, 2 * k.padded);
         let x = Columns { data: &x, stride: 2 * k.padded, count: 1, parts: 1 };
-        let right = run(Isa::best(), panel(&plain, 1, 2, k.padded / 2), x);
         let grouped = weights.panel(&packed);
-        assert_eq!(run(Isa::best(), grouped, x), right);
-        // Begun one leaf later: as many runs, with other borders.
+        let right = run(Isa::best(), grouped, x);
+        assert_eq!(right, weights.expected(Isa::best(), x));
+        // Begun one leaf later: as many bytes, with other borders.
         let elsewhere = Runs::new(format, k, 3).unwrap();
-        assert_eq!(elsewhere.count(2), grouped.runs.count(2));
-        assert_ne!(run(Isa::best(), Panel { runs: elsewhere, ..grouped }, x), right, "{format}");
+        let elsewhere = Panel::new(&packed, format, &[], 1, (2, k.padded / 2, elsewhere));
+        assert_eq!(elsewhere.tile_bytes, grouped.tile_bytes);
+        assert_ne!(run(Isa::best(), elsewhere, x), right, "{format}");
         if format.has_zeros() {
             let mut other = packed.clone();
-            other[2 * ROWS + 3] ^= 1;
+            // Of the first run, of 8 pairs.
+            other[format.bytes(8 * LINE) + 2 * ROWS + 3] ^= 1;
             let changed: Vec<_> =
                 run(Isa::best(), weights.panel(&other), x).iter().zip(&right).map(|(is, was)| is != was).collect();
             assert_eq!(changed.iter().filter(|changed| **changed).count(), 1, "the row whose zero point is another");

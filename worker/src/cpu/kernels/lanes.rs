@@ -186,8 +186,8 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn e4m3s(at: *const u8, lines: usize) -> Self::E4m3s {
         let line = |line: usize| {
-            // SAFETY: the caller passes so many lines.
             if line < lines {
+                // SAFETY: the caller passes so many lines.
                 unsafe { at.add(LINE * line).cast::<[[u8; 2]; LANES]>().read_unaligned() }
             } else {
                 [[0; 2]; LANES]

@@ -481,7 +481,8 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
         let mut at: [*const u8; T] =
             std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_bytes));
         // One index for all columns: a pointer each would not fit the general registers beside eight columns.
-        let columns: [*const u16; C] = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
+        let at_first = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
+        let columns = Begins { at: at_first, stride: x.stride };
         let constants = L::constants();
         let raised = if matches!(panel.format, WeightFormat::E4m3Groups { .. }) { E4M3_RAISED } else { 1.0 };
         let mut k = 0;
@@ -494,12 +495,12 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
                 // The sum of the inputs, in all lanes.
                 let mut inputs = [L::zero(); C];
                 for _ in 0..run / S::LINES {
-                    step::<L, S, T, C, P>(&mut at, &columns, x.stride, k, S::LINES, &mut sum, &mut inputs, constants);
+                    step::<L, S, T, C, P>(&mut at, &columns, k, S::LINES, &mut sum, &mut inputs, constants);
                     k += 2 * S::LINES;
                 }
                 let left = run % S::LINES;
                 if left > 0 {
-                    step::<L, S, T, C, P>(&mut at, &columns, x.stride, k, left, &mut sum, &mut inputs, constants);
+                    step::<L, S, T, C, P>(&mut at, &columns, k, left, &mut sum, &mut inputs, constants);
                     k += 2 * left;
                 }
                 acc = if S::GROUPS { end_run::<L, S, T, C>(&mut at, raised, acc, sum, inputs) } else { sum };
@@ -525,15 +526,30 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
     }
 }
 
+/// Where the columns of a product begin, and how far apart the parts of one are, in elements.
+#[derive(Clone, Copy)]
+struct Begins<const C: usize> {
+    at: [*const u16; C],
+    stride: usize,
+}
+
+impl<const C: usize> Begins<C> {
+    /// Address of pair `k / 2` of a part of a column.
+    #[inline(always)]
+    fn pair(&self, column: usize, part: usize, k: usize) -> *const u16 {
+        self.at[column].wrapping_add(k + part * self.stride)
+    }
+}
+
 /// Adds `lines` lines of each tile, from pair `k / 2` on, to the sums.
 ///
 /// # Safety
 /// As [`block`], for these lines.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "a column is an index of several arrays")]
 unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usize>(
     at: &mut [*const u8; T],
-    columns: &[*const u16; C],
-    stride: usize,
+    columns: &Begins<C>,
     k: usize,
     lines: usize,
     sum: &mut [[L::Acc; C]; T],
@@ -544,13 +560,13 @@ unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usi
     // SAFETY: the caller's. No loop, because the compiler leaves a long one as it is, with the sums in memory; and no
     // closure, because it would not be compiled for the set.
     unsafe {
-        step_of_tile::<L, S, C, P>(&mut at[0], columns, stride, k, lines, &mut sum[0], constants);
+        step_of_tile::<L, S, C, P>(&mut at[0], columns, k, lines, &mut sum[0], constants);
         if T > 1 {
-            step_of_tile::<L, S, C, P>(&mut at[1], columns, stride, k, lines, &mut sum[1], constants);
+            step_of_tile::<L, S, C, P>(&mut at[1], columns, k, lines, &mut sum[1], constants);
         }
         if T > 2 {
-            step_of_tile::<L, S, C, P>(&mut at[2], columns, stride, k, lines, &mut sum[2], constants);
-            step_of_tile::<L, S, C, P>(&mut at[3], columns, stride, k, lines, &mut sum[3], constants);
+            step_of_tile::<L, S, C, P>(&mut at[2], columns, k, lines, &mut sum[2], constants);
+            step_of_tile::<L, S, C, P>(&mut at[3], columns, k, lines, &mut sum[3], constants);
         }
     }
     if S::ZEROS {
@@ -560,7 +576,7 @@ unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usi
                     for part in 0..P {
                         // SAFETY: the caller's.
                         unsafe {
-                            let pair = L::pair(columns[c].wrapping_add(k + 2 * index + part * stride), constants);
+                            let pair = L::pair(columns.pair(c, part, k + 2 * index), constants);
                             inputs[c] = L::dot(inputs[c], L::ones(), pair);
                         }
                     }
@@ -575,10 +591,10 @@ unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usi
 /// # Safety
 /// As [`step`].
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "a column is an index of several arrays")]
 unsafe fn step_of_tile<L: Lanes, S: Stored, const C: usize, const P: usize>(
     at: &mut *const u8,
-    columns: &[*const u16; C],
-    stride: usize,
+    columns: &Begins<C>,
     k: usize,
     lines: usize,
     sum: &mut [L::Acc; C],
@@ -594,7 +610,7 @@ unsafe fn step_of_tile<L: Lanes, S: Stored, const C: usize, const P: usize>(
                 let line = S::line::<L>(read, index, constants);
                 for part in 0..P {
                     for c in 0..C {
-                        let pair = L::pair(columns[c].wrapping_add(k + 2 * index + part * stride), constants);
+                        let pair = L::pair(columns.pair(c, part, k + 2 * index), constants);
                         sum[c] = L::dot(sum[c], line, pair);
                     }
                 }

@@ -333,12 +333,12 @@ fn every_value_times_every_scale_is_exact() {
 fn a_scale_of_zero_leaves_a_group_out() {
     let _mode = FlushDenormals::enter();
     let k = Leaves { count: 1, len: 64, padded: 64 };
-    let second = |random: u64| if random % 2 == 0 { 0.0 } else { 0.5 };
+    let second = |random: u64| if random.is_multiple_of(2) { 0.0 } else { 0.5 };
     for format in formats(32) {
         let weights = Grouped { format, k, first_leaf: 0, leaves: 1, tiles: 1, seed: 8, scale: second };
         let packed = weights.packed();
         let x = random(9, 64);
-        let mut expected = vec![0.0f64; ROWS];
+        let mut expected = [0.0f64; ROWS];
         let values: Vec<f64> = x.iter().map(|bits| f64::from(bf16::from_bits(*bits).to_f32())).collect();
         expected.iter_mut().enumerate().for_each(|(row, sum)| *sum = weights.exact(row, &values).0);
         assert!((0..ROWS).any(|row| [0, 1].map(|group| weights.scale(row, group)) == [0.0; 2]));

@@ -3,9 +3,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use llguidance::ParserFactory;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
 use looplane_proto::worker::v1::Vocabulary;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -94,6 +94,19 @@ impl Constraint {
 }
 
 impl Form {
+    /// What the client says, if it says something.
+    fn constraint(&self) -> Option<&Constraint> {
+        match &self.body {
+            Body::Constraint(constraint) | Body::Either(constraint, _) => Some(constraint),
+            Body::Calls(_) | Body::Announced(_) => None,
+        }
+    }
+
+    /// An answer may begin with something else than what the client says.
+    fn body_begins_elsewhere(&self) -> bool {
+        self.thinking.is_some() || matches!(self.body, Body::Either(..))
+    }
+
     /// An answer ends where this says so; free text may go on.
     pub fn says_the_end(&self) -> bool {
         !matches!(self.body, Body::Announced(_))
@@ -188,6 +201,20 @@ fn told(error: &str) -> String {
     }
 }
 
+/// Refuses a grammar that cannot be followed, and one that allows no text, such as of rules without an end.
+fn check_begin(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<(), String> {
+    let mut matcher = Matcher::new(factory.create_parser(grammar));
+    let first = matcher.get_error().map_or_else(|| matcher.compute_mask_or_eos().map_err(|e| e.to_string()), Err);
+    match first {
+        Ok(_) => Ok(()),
+        // What llguidance says of it, in front of its state.
+        Err(error) if error.starts_with("NoExtensionBias") => {
+            Err("no text keeps to this: what it refers to begins with itself, or is nothing".into())
+        }
+        Err(error) => Err(told(&error)),
+    }
+}
+
 /// A text as a regular expression of Lark.
 fn literal(text: &str) -> String {
     text.chars().map(|char| format!("\\x{{{:x}}}", u32::from(char))).collect()
@@ -241,7 +268,11 @@ impl Grammars {
     fn compiled(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
         let grammar = form.grammar(|text| self.marker(text))?;
-        factory.create_parser(grammar.clone()).map_err(|error| told(&error.to_string()))?;
+        check_begin(factory, grammar.clone())?;
+        // What may stand in front of it, or in its place, may begin in any case.
+        if let Some(constraint) = form.constraint().filter(|_| form.body_begins_elsewhere()) {
+            check_begin(factory, TopLevelGrammar::from_grammar(constraint.grammar()?))?;
+        }
         let text = serde_json::to_string(&grammar).map_err(|error| error.to_string())?;
         Ok(text.into())
     }

@@ -1,8 +1,6 @@
 use std::path::Path;
 use std::sync::LazyLock;
 
-use llguidance::Matcher;
-
 use super::*;
 use crate::reply::{ToolFormat, calls};
 use crate::text::Text;
@@ -43,14 +41,21 @@ fn what_can_be_followed_compiles_and_the_rest_says_why_not() {
         let grammar = grammars.compile(&form(good)).unwrap();
         assert!(serde_json::from_str::<TopLevelGrammar>(&grammar).is_ok());
     }
+    let nothing = "no text keeps to this";
     for (bad, says) in [
+        (Constraint::Json(json!({"$ref": "#"})), nothing),
+        (Constraint::Json(json!({"allOf": [{"$ref": "#"}]})), nothing),
+        (Constraint::Json(json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})), nothing),
+        (Constraint::Grammar("root ::= root".into()), nothing),
         (Constraint::Json(json!({"type": "nonsense"})), "nonsense"),
         (Constraint::Regex("(".into()), "regex"),
         (Constraint::Grammar("start: nothing".into()), "nothing"),
         (Constraint::Grammar("root ::= a".into()), "line 1, column 10: no rule a"),
     ] {
-        let problem = grammars.compile(&form(bad)).unwrap_err();
+        let problem = grammars.compile(&form(bad.clone())).unwrap_err();
         assert!(problem.contains(says), "{problem}");
+        let behind_thoughts = Form { thinking: Some(Thinking::Begun), ..form(bad) };
+        assert!(grammars.compile(&behind_thoughts).unwrap_err().contains(says));
     }
 }
 

@@ -90,6 +90,16 @@ impl Default for ServeOptions {
 }
 
 impl ServeOptions {
+    /// Says what whoever can reach the address may do, where nobody is asked for a key. `option`: says where to listen.
+    fn warn_of_strangers(&self, address: SocketAddr, may: &str, option: &str) {
+        if self.access.keys.is_none() && !address.ip().is_loopback() {
+            tracing::warn!(
+                "whoever can reach {address} may {may}: ask for keys (--api-key-file, --api-key), or listen on \
+                 127.0.0.1 only ({option})"
+            );
+        }
+    }
+
     /// What clients may know of them.
     fn settings(&self) -> Settings {
         Settings {
@@ -137,12 +147,7 @@ pub async fn run(
     stop: StopSignal,
 ) -> Result<(), ServeError> {
     let address = listener.local_addr()?;
-    if options.access.keys.is_none() && !address.ip().is_loopback() {
-        tracing::warn!(
-            "whoever can reach {address} may use this server: ask for keys (--api-key-file, --api-key), or listen on \
-             127.0.0.1 only (--host)"
-        );
-    }
+    options.warn_of_strangers(address, "use this server", "--host");
     let drain = options.drain;
     let service = Service::new(address, engine, text, options, |app| {
         let grpc = grpc::router(app.frontend.clone());
@@ -169,12 +174,7 @@ pub async fn watch(
     stop: StopSignal,
 ) -> Result<(), ServeError> {
     let address = listener.local_addr()?;
-    if options.access.keys.is_none() && !address.ip().is_loopback() {
-        tracing::warn!(
-            "whoever can reach {address} may read this host's metrics: ask for keys (--api-key-file, --api-key), or \
-             listen on 127.0.0.1 only (--metrics-listen)"
-        );
-    }
+    options.warn_of_strangers(address, "read this host's metrics", "--metrics-listen");
     let service = Service::new(address, engine, text, options, http::probes_alone);
     tokio::select! {
         () = service.connections.accept(listener) => {}

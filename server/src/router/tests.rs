@@ -67,6 +67,15 @@ async fn settles(handle: &EngineHandle, wanted: &[u64]) {
     timeout(LIMIT, settled).await.unwrap_or_else(|_| panic!("the replicas have {:?}, not {wanted:?}", loads(handle)));
 }
 
+/// One behind the other.
+async fn submit_all(handle: &EngineHandle, requests: &[SequenceRequest]) -> Vec<SequenceStream> {
+    let mut streams = Vec::new();
+    for request in requests {
+        streams.push(submit(handle, request.clone()).await.unwrap());
+    }
+    streams
+}
+
 #[tokio::test(start_paused = true)]
 async fn requests_are_shared_out_and_each_gets_its_tokens() {
     let (handle, replicas) = start(3, |_, _| slow());
@@ -130,10 +139,7 @@ async fn what_a_lost_replica_was_computing_goes_on_in_another_at_once() {
     let (handle, replicas) = start(2, without_the_first);
     all_ready(&handle).await;
     let requests: Vec<_> = (0..12).map(|seed| request(seed, 6 + seed as u32, 80, vec![])).collect();
-    let mut streams = Vec::new();
-    for request in &requests {
-        streams.push(submit(&handle, request.clone()).await.unwrap());
-    }
+    let streams = submit_all(&handle, &requests).await;
     settles(&handle, &[6, 6]).await;
     let began = Instant::now();
     settles(&handle, &[0, 12]).await;
@@ -157,10 +163,7 @@ async fn while_none_is_up_requests_wait_for_the_first_that_is() {
     });
     all_ready(&handle).await;
     let requests: Vec<_> = (0..6).map(|seed| request(seed, 6, 60, vec![])).collect();
-    let mut streams = Vec::new();
-    for request in &requests {
-        streams.push(submit(&handle, request.clone()).await.unwrap());
-    }
+    let streams = submit_all(&handle, &requests).await;
     until(&handle, |state| matches!(state, EngineState::Recovering(words) if words.starts_with("replica "))).await;
     let late = submit(&handle, request(50, 5, 5, vec![])).await.unwrap();
     for (stream, request) in streams.into_iter().zip(&requests) {
@@ -182,10 +185,7 @@ async fn what_a_replica_has_that_is_given_up_waits_for_one_that_is_not() {
     });
     all_ready(&handle).await;
     let requests: Vec<_> = (0..6).map(|seed| request(seed, 6, 60, vec![])).collect();
-    let mut streams = Vec::new();
-    for request in &requests {
-        streams.push(submit(&handle, request.clone()).await.unwrap());
-    }
+    let streams = submit_all(&handle, &requests).await;
     for (stream, request) in streams.into_iter().zip(&requests) {
         assert_eq!(read(stream).await.0, expected(request).0);
     }

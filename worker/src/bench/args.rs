@@ -67,6 +67,11 @@ pub struct BenchArgs {
           value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub prompt: Option<u32>,
 
+    /// Measure steps that compute so many tokens of a prompt beside those of each batch, too
+    #[arg(long, value_name = "N", env = "LOOPLANE_BENCH_BESIDE",
+          value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
+    pub beside: Option<u32>,
+
     /// Memory that read bandwidth is measured over, in MiB; must be far above the caches [default: 1024, on a GPU 8192]
     #[arg(long, value_name = "MIB", env = "LOOPLANE_BENCH_READ_MIB",
           value_parser = clap::value_parser!(u32).range(1..=1 << 20))]

@@ -56,6 +56,8 @@ pub struct Setup<'a> {
     pub logprobs: Option<u32>,
     /// Tokens of a prompt that one more sequence has.
     pub prompt: Option<u32>,
+    /// Tokens of a prompt that steps compute beside those of the sequences.
+    pub beside: Option<u32>,
     /// What the layers' matrices become.
     pub weights: Option<WeightFormat>,
 }
@@ -105,17 +107,19 @@ impl Group {
     /// # Errors
     /// The model is refused, or does not fit.
     pub fn load(setup: &Setup<'_>) -> Result<Self, BenchError> {
-        let positions = setup.context.saturating_add(setup.max_steps).max(setup.prompt.unwrap_or(0)) as usize + 1;
-        let slots = setup.slots as usize + usize::from(setup.prompt.is_some());
+        let prompt = setup.prompt.max(setup.beside);
+        let positions = setup.context.saturating_add(setup.max_steps).max(prompt.unwrap_or(0)) as usize + 1;
+        let slots = setup.slots as usize + usize::from(prompt.is_some());
         let pages_a_slot = KvLayout::pages_for(positions);
         let prefill_rows = PREFILL_ROWS[usize::from(setup.on_gpu)];
+        let beside = setup.beside.map_or(0, |tokens| tokens as usize + slots);
         let request = LoadRequest {
             model_dir: setup.model_dir.to_owned(),
             rank: 0,
             tensor_parallel: setup.ranks,
             threads: setup.threads,
             max_slots: slots,
-            max_batch_tokens: slots.max(prefill_rows as usize),
+            max_batch_tokens: slots.max(prefill_rows as usize).max(beside),
             kv_pages: pages_a_slot * slots,
             kv_bytes_limit: 0,
             wait_limit: WAIT_LIMIT,
@@ -177,15 +181,29 @@ impl Group {
     pub fn prefill(&mut self, slot: u32, context: u32, max_tokens: u32) -> Result<(), BenchError> {
         for start in (0..context).step_by(self.prefill_rows as usize) {
             let len = self.prefill_rows.min(context - start);
-            let mut plan = Plan { prefill: vec![PrefillChunk { slot, start, len }], ..Plan::default() };
-            if start == 0 {
-                plan.admit.push(self.admission(slot, context, max_tokens));
-                let pages = slot * self.pages_a_slot..(slot + 1) * self.pages_a_slot;
-                plan.grants.push(PageGrant { slot, first: 0, pages: pages.collect() });
-            }
-            self.run(plan, 1)?;
+            let plan = Plan { prefill: vec![PrefillChunk { slot, start, len }], ..Plan::default() };
+            self.run(if start == 0 { self.admitting(plan, slot, context, max_tokens) } else { plan }, 1)?;
         }
         Ok(())
+    }
+
+    /// The plan, which also admits a sequence of `context` tokens.
+    fn admitting(&self, plan: Plan, slot: u32, context: u32, max_tokens: u32) -> Plan {
+        let pages = slot * self.pages_a_slot..(slot + 1) * self.pages_a_slot;
+        let grants = vec![PageGrant { slot, first: 0, pages: pages.collect() }];
+        Plan { admit: vec![self.admission(slot, context, max_tokens)], grants, ..plan }
+    }
+
+    /// Decodes slots `0..batch` for a step that also computes a prompt of `tokens` tokens in `slot`.
+    ///
+    /// # Errors
+    /// The fault that ended a rank.
+    pub fn decode_beside(&mut self, batch: u32, slot: u32, tokens: u32) -> Result<StepTime, BenchError> {
+        let prefill = vec![PrefillChunk { slot, start: 0, len: tokens }];
+        let plan = Plan { decode: (0..batch).collect(), prefill, ..Plan::default() };
+        let times = self.run(self.admitting(plan, slot, tokens, 1), 1)?;
+        self.release(slot)?;
+        Ok(times[0])
     }
 
     /// Ends the sequence in a slot.

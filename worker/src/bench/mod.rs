@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 pub use crate::decoder::Device;
 pub use args::BenchArgs;
-pub use report::{BatchReport, PhaseReport, PromptReport, Read, Report};
+pub use report::{BatchReport, BesideReport, PhaseReport, PromptReport, Read, Report};
 pub use shape::Shape;
 
 use crate::cpu::{ReadBandwidth, ReadError};
@@ -35,6 +35,8 @@ const ROUND_PASSES: usize = 2;
 const WARM_UP_STEPS: u32 = 2;
 /// Steps of the launch whose last step is looked at phase by phase.
 const NOTED_STEPS: u32 = 4;
+/// Steps with a prompt beside each batch; the first does not count.
+const BESIDE_STEPS: u32 = 9;
 /// Times that a prompt is computed; the first does not count.
 const PROMPT_RUNS: u32 = 6;
 /// Idle threads are asleep after this long, and disturb nobody.
@@ -123,7 +125,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     };
     let gauge = on_gpu.then(|| Gauge::new(&args.loop_modes));
     // Each batch decodes slot 0; the token that the prompt yields counts too.
-    let max_steps = (args.steps + WARM_UP_STEPS + NOTED_STEPS).saturating_mul((args.batch.len() * modes.len()) as u32);
+    let max_steps = (args.steps + WARM_UP_STEPS + NOTED_STEPS + BESIDE_STEPS)
+        .saturating_mul((args.batch.len() * modes.len()) as u32);
     let setup = Setup {
         model_dir: args.model.as_deref().unwrap_or(Path::new("")),
         random,
@@ -139,6 +142,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         sampling: SamplingParams { temperature: args.temperature, top_p: args.top_p, ..SamplingParams::greedy() },
         logprobs: args.logprobs,
         prompt: args.prompt,
+        beside: args.beside,
         weights: args.weights,
     };
     let random_weights = setup.random.is_some();
@@ -146,7 +150,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let (notes, traffic) = (group.notes.clone(), group.traffic.clone());
     let positions = vec![args.context; setup.slots as usize];
     let measured = Bench { args, modes, gauge, group, reader, config, positions };
-    let (series, prompt, read) = measured.run(max_steps)?;
+    let (series, prompt, beside, read) = measured.run(max_steps)?;
     let batches = series.iter().map(|of| {
         let kv_bytes = of.kv_bytes / u64::from(args.steps);
         let report = BatchReport::new(of.batch, &of.times, traffic.weight_bytes, kv_bytes, &read);
@@ -170,6 +174,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         steps: args.steps,
         batches: batches.collect(),
         prompt,
+        beside,
         read,
     };
     report.relate();
@@ -220,6 +225,9 @@ impl Reader {
     }
 }
 
+/// What a run has measured: steps, a prompt, steps with a prompt beside them, and the read limit.
+type Measured = (Vec<Series>, Option<PromptReport>, Vec<BesideReport>, Read);
+
 /// A run under way.
 struct Bench<'a> {
     args: &'a BenchArgs,
@@ -258,7 +266,7 @@ impl Series {
 }
 
 impl Bench<'_> {
-    fn run(mut self, max_steps: u32) -> Result<(Vec<Series>, Option<PromptReport>, Read), BenchError> {
+    fn run(mut self, max_steps: u32) -> Result<Measured, BenchError> {
         for slot in 0..self.positions.len() as u32 {
             self.group.prefill(slot, self.args.context, max_steps + 1)?;
         }
@@ -294,8 +302,24 @@ impl Bench<'_> {
             gauge.set(LoopMode::On, false);
         }
         let prompt = self.args.prompt.map(|tokens| self.prompt(tokens)).transpose()?;
+        let beside = self.args.beside.map(|tokens| self.beside(tokens)).transpose()?.unwrap_or_default();
         self.group.finish()?;
-        Ok((series, prompt, Read::new(self.reader.bytes() as u64, passes)))
+        Ok((series, prompt, beside, Read::new(self.reader.bytes() as u64, passes)))
+    }
+
+    /// Steps of each batch with a prompt beside them, in a slot of its own.
+    fn beside(&mut self, tokens: u32) -> Result<Vec<BesideReport>, BenchError> {
+        let slot = self.positions.len() as u32;
+        let mut reports = Vec::new();
+        for &batch in &self.args.batch {
+            let mut times = Vec::new();
+            for step in 0..BESIDE_STEPS {
+                let time = self.group.decode_beside(batch, slot, tokens)?;
+                times.extend((step > 0).then_some(time.step));
+            }
+            reports.push(BesideReport::new(batch, tokens, times));
+        }
+        Ok(reports)
     }
 
     /// Computes a prompt in a slot of its own again and again.

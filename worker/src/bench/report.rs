@@ -40,6 +40,21 @@ pub struct Report {
     pub batches: Vec<BatchReport>,
     /// How fast a prompt is computed, where that was asked for.
     pub prompt: Option<PromptReport>,
+    /// Steps with tokens of a prompt beside each batch, where that was asked for.
+    pub beside: Vec<BesideReport>,
+}
+
+/// How long a step takes that also computes tokens of a prompt.
+#[derive(Debug, Clone, Serialize)]
+pub struct BesideReport {
+    /// Sequences that decode.
+    pub batch: u32,
+    /// Tokens of the prompt.
+    pub tokens: u32,
+    /// Median time of a step, in ms.
+    pub step_ms: f64,
+    /// The fastest, in ms.
+    pub best_step_ms: f64,
 }
 
 /// How fast a prompt is computed while nobody decodes.
@@ -182,6 +197,15 @@ impl PhaseReport {
     }
 }
 
+impl BesideReport {
+    /// From the times of steps; at least one.
+    pub fn new(batch: u32, tokens: u32, mut times: Vec<Duration>) -> Self {
+        times.sort();
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        Self { batch, tokens, step_ms: ms(times[times.len() / 2]), best_step_ms: ms(times[0]) }
+    }
+}
+
 impl PromptReport {
     /// From the times of a prompt of `tokens` tokens; at least one. weights: parameters of the layers' products.
     pub fn new(tokens: u32, mut times: Vec<Duration>, weights: usize) -> Self {
@@ -320,6 +344,12 @@ impl Display for Report {
                 f,
                 "\nprompt of {tokens} tokens: {ms:.1} ms to its first token, {best_ms:.1} at best, {tokens_per_s:.0} \
                  tokens/s, {tflop_per_s:.3} TFLOP/s"
+            )?;
+        }
+        for BesideReport { batch, tokens, step_ms, best_step_ms } in &self.beside {
+            writeln!(
+                f,
+                "\nbatch {batch} beside {tokens} tokens of a prompt: {step_ms:.2} ms a step, {best_step_ms:.2} at best"
             )?;
         }
         writeln!(f, "\nof read: median step against median pass; of best: median step against fastest pass")

@@ -11,6 +11,9 @@ const CALM: f64 = 0.55;
 const ENOUGH: f64 = 0.95;
 /// And by so many times as much as by the best size do they prolong the mean time between tokens, at most.
 const SLACK: f64 = 1.1;
+/// Of two sizes the longer one is better if tokens come faster by it than by this power of what it takes longer: a step
+/// may take twice as long if they come 7 % faster, for those who decode see its length.
+const LONGER: f64 = 0.1;
 /// A size is not taken if a larger one, which takes at most so many times as long, brings so many times the rate.
 /// Passes compute blocks of rows in rounds of the device, so that some sizes fill none.
 const HARDLY_LONGER: f64 = 1.25;
@@ -44,8 +47,8 @@ impl StepRows {
     ///
     /// Those who decode wait less in short steps, and those whose prompts wait in long ones, which compute more rows a
     /// second, so that fewer steps have any. So it is the smallest size in which prompts do not wait for long, or none
-    /// brings more; which does not prolong the mean time between tokens by much; and half of its rows at least are
-    /// theirs.
+    /// brings more; which does not prolong the mean time between tokens by much, nor is outweighed by a longer one by
+    /// which they come so much faster; and half of its rows at least are theirs.
     pub(super) fn of_prompts(&self, decoding: u32, waiting: u64, per_token: f64) -> u32 {
         if decoding == 0 {
             return self.alone.max(self.least);
@@ -59,8 +62,12 @@ impl StepRows {
         let has_half = |size: &&StepSize| size.rows / 2 >= decoding;
         let pace = |size: &StepSize| self.pace(size, decoding, per_token);
         let quickest = self.sizes.iter().filter(has_half).map(pace).fold(f64::INFINITY, f64::min);
+        let weight = |size: &StepSize| pace(size) * size.time.as_secs_f64().powf(LONGER);
+        let by_weight = |a: &&StepSize, b: &&StepSize| weight(a).total_cmp(&weight(b));
+        let lightest = self.sizes.iter().filter(has_half).min_by(by_weight).map_or(0, |size| size.rows);
         let is_fit = |size: &&StepSize| {
-            has_half(size) && rate(size) >= CALM * best && pace(size) <= SLACK * quickest && !is_outdone(size)
+            let is_quick = pace(size) <= SLACK * quickest && size.rows >= lightest;
+            has_half(size) && rate(size) >= CALM * best && is_quick && !is_outdone(size)
         };
         let is_enough =
             |size: &&StepSize| rate(size) * PROMPT_WAIT.as_secs_f64() >= waiting as f64 || rate(size) >= ENOUGH * best;

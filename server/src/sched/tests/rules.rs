@@ -443,8 +443,9 @@ fn steps_with_prompts_are_so_large_that_others_are_many_and_quick() {
     for (decoding, per_token, wanted, why) in [
         (60, 0.0, 512, "prompts are rare: a step of 512 rows is one of few"),
         (60, 0.5, 512, "still"),
-        (60, 8.0, 1024, "of 512 rows all steps have prompts, and tokens come more slowly than in these"),
-        (30, 8.0, 1024, "512 would be slower by a seventh"),
+        (60, 8.0, 2048, "1024 rows take 0.59 of the time, but tokens come more slowly by a thirteenth"),
+        (30, 8.0, 2048, "still by a fourteenth"),
+        (14, 8.0, 512, "by a twelfth, which is not worth steps of 22 ms; nor steps of 13 by a twenty-third"),
         (30, 1.0, 512, "by a fiftieth"),
         (60, 100.0, 2048, "nearly all that is computed is prompts"),
     ] {

@@ -484,23 +484,27 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
         let at_first = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
         let columns = Begins { at: at_first, stride: x.stride };
         let constants = L::constants();
+        let (distance, leaf_bytes) = (const { prefetch_distance(C) }, panel.tile_bytes / panel.leaves);
         let raised = if matches!(panel.format, WeightFormat::E4m3Groups { .. }) { E4M3_RAISED } else { 1.0 };
         let mut k = 0;
         // open[l]: the left sum of 2^l leaves that waits for its right neighbour.
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
             let mut acc = [[L::zero(); C]; T];
+            // What lies so far ahead of a tile's end is a tile that runs beside it: the next one of its turn is asked for.
+            let is_last = (leaf + 1) * leaf_bytes + distance > panel.tile_bytes;
+            let ahead = if is_last { distance + (T - 1) * panel.tile_bytes } else { distance };
             for run in panel.runs.of(leaf) {
                 let mut sum = if S::GROUPS { [[L::zero(); C]; T] } else { acc };
                 // The sum of the inputs, in all lanes.
                 let mut inputs = [L::zero(); C];
                 for _ in 0..run / S::LINES {
-                    step::<L, S, T, C, P>(&mut at, &columns, k, S::LINES, &mut sum, &mut inputs, constants);
+                    step::<L, S, T, C, P>(&mut at, ahead, &columns, k, S::LINES, &mut sum, &mut inputs, constants);
                     k += 2 * S::LINES;
                 }
                 let left = run % S::LINES;
                 if left > 0 {
-                    step::<L, S, T, C, P>(&mut at, &columns, k, left, &mut sum, &mut inputs, constants);
+                    step::<L, S, T, C, P>(&mut at, ahead, &columns, k, left, &mut sum, &mut inputs, constants);
                     k += 2 * left;
                 }
                 acc = if S::GROUPS { end_run::<L, S, T, C>(&mut at, raised, acc, sum, inputs) } else { sum };
@@ -541,7 +545,7 @@ impl<const C: usize> Begins<C> {
     }
 }
 
-/// Adds `lines` lines of each tile, from pair `k / 2` on, to the sums.
+/// Adds `lines` lines of each tile, from pair `k / 2` on, to the sums; asks for those `ahead` bytes on.
 ///
 /// # Safety
 /// As [`block`], for these lines.
@@ -549,6 +553,7 @@ impl<const C: usize> Begins<C> {
 #[expect(clippy::needless_range_loop, reason = "a column is an index of several arrays")]
 unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usize>(
     at: &mut [*const u8; T],
+    ahead: usize,
     columns: &Begins<C>,
     k: usize,
     lines: usize,
@@ -560,13 +565,13 @@ unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usi
     // SAFETY: the caller's. No loop, because the compiler leaves a long one as it is, with the sums in memory; and no
     // closure, because it would not be compiled for the set.
     unsafe {
-        step_of_tile::<L, S, C, P>(&mut at[0], columns, k, lines, &mut sum[0], constants);
+        step_of_tile::<L, S, C, P>(&mut at[0], ahead, columns, k, lines, &mut sum[0], constants);
         if T > 1 {
-            step_of_tile::<L, S, C, P>(&mut at[1], columns, k, lines, &mut sum[1], constants);
+            step_of_tile::<L, S, C, P>(&mut at[1], ahead, columns, k, lines, &mut sum[1], constants);
         }
         if T > 2 {
-            step_of_tile::<L, S, C, P>(&mut at[2], columns, k, lines, &mut sum[2], constants);
-            step_of_tile::<L, S, C, P>(&mut at[3], columns, k, lines, &mut sum[3], constants);
+            step_of_tile::<L, S, C, P>(&mut at[2], ahead, columns, k, lines, &mut sum[2], constants);
+            step_of_tile::<L, S, C, P>(&mut at[3], ahead, columns, k, lines, &mut sum[3], constants);
         }
     }
     if S::ZEROS {
@@ -594,6 +599,7 @@ unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usi
 #[expect(clippy::needless_range_loop, reason = "a column is an index of several arrays")]
 unsafe fn step_of_tile<L: Lanes, S: Stored, const C: usize, const P: usize>(
     at: &mut *const u8,
+    ahead: usize,
     columns: &Begins<C>,
     k: usize,
     lines: usize,
@@ -603,7 +609,7 @@ unsafe fn step_of_tile<L: Lanes, S: Stored, const C: usize, const P: usize>(
     // SAFETY: the caller's; a prefetch may point anywhere.
     unsafe {
         let read = S::read::<L>(*at, lines, constants);
-        L::prefetch(at.wrapping_add(const { prefetch_distance(C) }).cast());
+        L::prefetch(at.wrapping_add(ahead).cast());
         *at = at.wrapping_add(S::bytes(lines));
         for index in 0..S::LINES {
             if index < lines {

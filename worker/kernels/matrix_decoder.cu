@@ -56,6 +56,7 @@ template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const u8* w
                              matrix::Join<kFinished<CUT>>{launch, norm});
   else {
     matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell<P>{launch});
+    bulk_wait();
     fence_system();  // matrix/ranks.cuh
   }
 }

@@ -99,24 +99,27 @@ template <int RUNS> struct Join {
 };
 
 /// After P, o or down, of one of several ranks: part `part` of its sums, each run to the rank whose `join` adds it up.
+/// A warp keeps them in shared memory, from where they go while it computes the next tile.
 template <class P> struct Tell {
   static constexpr int stages = 0;
   const Launch& launch;
 
   LP_DEVICE void fetch(int, u32, u32, u32, u32) const {}
   template <class CONSUMER>
-  LP_DEVICE void finish(CONSUMER&, u32 tile, u32 token, const float* sum, u32 part = 0) const {
-    if (tile >= kHiddenTiles) return;
+  LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, const float* sum, u32 part = 0) const {
+    if (!any_lane(tile < kHiddenTiles)) return;
+    const u32 lane = lane_index(), kept = consumer.shared + CONSUMER::R::partial + warp_index() * (kRuns * kSentBytes),
+              run = token / kRunTokens + lane;
+    bulk_wait_read();  // of the tile before
+    __syncwarp();
 #pragma unroll
-    for (u32 i = 0; i < kRuns; i++) {
-      const u32 run = token / kRunTokens + i;
-      if (run * kRunTokens >= launch.row_count) return;
-      u8* to = launch.inbox[run % kRanks] + partial_byte<P::told>(own_rank(launch), part, tile, run) +
-               lane_index() * 16;
-#pragma unroll
-      for (int j = 0; j < kRunGroups; j++)
-        store_floats(to + j * (kConsumerThreads * 16), sum + i * kRunValues + 4 * j);
-    }
+    for (int j = 0; j < kTokens / 8; j++) store_shared_16(kept + j * 512 + lane * 16, sum + 4 * j);
+    fence_async_shared();
+    __syncwarp();
+    if (lane < kRuns && run * kRunTokens < launch.row_count)
+      bulk_store(launch.inbox[run % kRanks] + partial_byte<P::told>(own_rank(launch), part, tile, run),
+                 kept + lane * kSentBytes, kSentBytes);
+    bulk_commit();
   }
 };
 

@@ -74,7 +74,7 @@ struct Memory {
   static constexpr u64 unit_sums = 12 * 16384;
   static constexpr u64 come = sums + kCutUnits * unit_sums;
   // Of several ranks: what each of them has summed of o or of down, of the runs of 32 tokens that this rank adds up:
-  // [rank][part][group of 128 rows][run], a run as in the residual.
+  // [rank][part][group of 128 rows][run][row tile][8 tokens][lane][4] f32, a lane's four as in the residual.
   static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
   static constexpr u64 run_bytes = kResidualBytes / 4, own_runs = (kTokenBlocks * 4 + kRanks - 1) / kRanks;
   static constexpr u64 part_bytes = kRowGroups * own_runs * run_bytes;
@@ -92,11 +92,13 @@ LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
          tile % 8 * 512;
 }
 
-/// Byte of part `part` of TOLD of what rank `of` has summed of (row tile, run of 32 tokens), of its warp's first thread,
-/// in the inbox of the rank that adds it up.
+/// Bytes of a row tile's sums of a run of 32 tokens: [8 tokens][lane][4] f32.
+constexpr u32 kSentBytes = 2048;
+/// Byte of part `part` of TOLD of what rank `of` has summed of (row tile, run of 32 tokens), in the inbox of the rank
+/// that adds it up.
 template <int TOLD> LP_DEVICE u64 partial_byte(u32 of, u32 part, u32 tile, u32 run) {
   return Memory::partial + (of * TOLD + part) * Memory::part_bytes +
-         (tile / 8 * Memory::own_runs + run / kRanks) * Memory::run_bytes + tile % 8 * 512;
+         (tile / 8 * Memory::own_runs + run / kRanks) * Memory::run_bytes + tile % 8 * kSentBytes;
 }
 
 /// Byte of the best of a row tile of the vocabulary.

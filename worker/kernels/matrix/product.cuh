@@ -45,11 +45,16 @@ template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
 template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
 /// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
 template <class P> constexpr bool kInQuads = P::leaves == 4 * P::group;
+/// Whether a rank sends a product's sums to others.
+template <class P, class Q> constexpr bool kSame = false;
+template <class P> constexpr bool kSame<P, P> = true;
+template <class P> constexpr bool kSent = kRanks > 1 && (kSame<P, O> || kSame<P, Down>);
 
 /// Offsets in shared memory.
 template <class P, Cut CUT> struct Ring {
-  // Slots of a thread's sums of the third group of leaves, [8 tokens][thread][4] f32.
-  static constexpr u32 sums = kInQuads<P> && CUT == Cut::kPair ? kRuns : 0;
+  // Slots that keep sums of a tile: a thread's of the third group of leaves, [8 tokens][thread][4] f32; or a warp's that
+  // are sent, [warp][8 tokens][lane][4].
+  static constexpr u32 sums = (kInQuads<P> && CUT == Cut::kPair) || kSent<P> ? kRuns : 0;
   static constexpr u32 b_slots = sums ? 4 : 5, a_slots = kRingSlots - sums - b_slots;
   static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;
   static constexpr u32 a_full = kRingSlots * kSlotBytes, a_empty = a_full + 8 * a_slots;  // mbarriers

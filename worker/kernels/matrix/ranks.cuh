@@ -14,7 +14,7 @@
 //   best        all ranks                                    are over
 //
 // A launch ends with all that it wrote in this GPU's memory, and the next one begins with that; what it wrote to other
-// ranks each of its threads fences itself. So a meet's warp has seen what launches before it wrote or read, here and
+// ranks each of its threads fences itself, once its copies have written it. So a meet's warp has seen what launches before it wrote or read, here and
 // there, and its fence orders that before its word; the fence of the warp that reads the word orders it before the
 // launches behind that one (system). Tags count layers, and all ranks have the same passes, so a rank's word never goes
 // back; a rank that has gone on shows a later tag.
@@ -102,7 +102,7 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
       for (int j = 0; j < GROUPS; j++)
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
-          of[j][p] = load_system_16(launch.words + lane * 16 + (first + j) * (kConsumerThreads * 16) +
+          of[j][p] = load_system_16(launch.words + lane * 16 + (first + j) * 512 +
                                     partial_byte<P::told>(p / P::told, p % P::told, tile, token / kRunTokens));
 #pragma unroll
       for (int j = 0; j < GROUPS; j++) {

@@ -16,6 +16,9 @@ pub struct CallGrammar {
     pub rules: String,
     /// By the names that rules have for them, behind `@`.
     pub schemas: Vec<(String, Value)>,
+    /// The name of each tool, and what its arguments keep to, which stands in `schemas`, too.
+    #[serde(skip)]
+    pub arguments: Vec<(String, Value)>,
     /// The text that announces calls, behind which the rule `announced` has the rest of one; `None`: none does.
     pub marker: Option<&'static str>,
     /// There is one call at most.
@@ -31,7 +34,8 @@ pub fn calls(
     marker: impl Fn(&str) -> Option<String>,
 ) -> CallGrammar {
     let spelled = |text: &str| marker(text).unwrap_or_else(|| json!(text).to_string());
-    let grammar = |rules, schemas, marker| CallGrammar { rules, schemas, marker, one_call };
+    let held = tools.iter().map(|(name, parameters)| ((*name).to_owned(), self::arguments(*parameters))).collect();
+    let grammar = |rules, schemas, marker| CallGrammar { rules, schemas, arguments: held, marker, one_call };
     match format {
         ToolFormat::Hermes => {
             let (open, close) = (spelled(HERMES), spelled("</tool_call>"));

@@ -16,12 +16,16 @@ use crate::reply::{CallGrammar, THINKING_CLOSES, THINKING_OPENS};
 
 mod gbnf;
 mod kept;
+mod loops;
 mod multiples;
 mod pattern;
 mod schema;
 
 /// In front of a control token's name in a [`Vocabulary`]: no text has this byte.
 const CONTROL: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
+
+/// What clients are told of rules and schemas without an end.
+const NOTHING: &str = "no text keeps to this: what it refers to begins with itself, or is nothing";
 
 /// What an answer is held to.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -99,6 +103,14 @@ impl Form {
         match &self.body {
             Body::Constraint(constraint) | Body::Either(constraint, _) => Some(constraint),
             Body::Calls(_) | Body::Announced(_) => None,
+        }
+    }
+
+    /// The calls that an answer may have, if it may.
+    fn calls(&self) -> Option<&CallGrammar> {
+        match &self.body {
+            Body::Calls(calls) | Body::Either(_, calls) | Body::Announced(calls) => Some(calls),
+            Body::Constraint(_) => None,
         }
     }
 
@@ -208,11 +220,17 @@ fn check_begin(factory: &ParserFactory, grammar: TopLevelGrammar) -> Result<(), 
     match first {
         Ok(_) => Ok(()),
         // What llguidance says of it, in front of its state.
-        Err(error) if error.starts_with("NoExtensionBias") => {
-            Err("no text keeps to this: what it refers to begins with itself, or is nothing".into())
-        }
+        Err(error) if error.starts_with("NoExtensionBias") => Err(NOTHING.into()),
         Err(error) => Err(told(&error)),
     }
+}
+
+/// What is wrong with the arguments of a tool, with its name, which the whole grammar does not tell.
+fn wrong_tool(factory: &ParserFactory, form: &Form) -> Option<String> {
+    form.calls()?.arguments.iter().find_map(|(name, schema)| {
+        let checked = json(schema).and_then(|only| check_begin(factory, TopLevelGrammar::from_grammar(only)));
+        checked.err().map(|problem| format!("the parameters of {name}: {problem}"))
+    })
 }
 
 /// A text as a regular expression of Lark.
@@ -267,8 +285,9 @@ impl Grammars {
 
     fn compiled(&self, form: &Form) -> Result<Arc<str>, String> {
         let factory = self.factory.get_or_init(|| self.factory()).as_ref()?;
-        let grammar = form.grammar(|text| self.marker(text))?;
-        check_begin(factory, grammar.clone())?;
+        let whole = form.grammar(|text| self.marker(text));
+        let checked = whole.and_then(|grammar| check_begin(factory, grammar.clone()).map(|()| grammar));
+        let grammar = checked.map_err(|problem| wrong_tool(factory, form).unwrap_or(problem))?;
         // What may stand in front of it, or in its place, may begin in any case.
         if let Some(constraint) = form.constraint().filter(|_| form.body_begins_elsewhere()) {
             check_begin(factory, TopLevelGrammar::from_grammar(constraint.grammar()?))?;

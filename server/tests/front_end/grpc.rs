@@ -400,6 +400,7 @@ async fn a_chat_that_is_wrong_is_refused_by_its_field() {
         (choice(Choice::Mode(Mode::Required.into()), chat(vec![user("Hi")])), "tool_choice"),
         (choice(Choice::Mode(9), with_tools(vec![function()])), "tool_choice"),
         (choice(Choice::Function("g".into()), with_tools(vec![function()])), "tool_choice.function"),
+        (choice(Choice::Mode(Mode::Required.into()), with_tools(vec![parameters(r##"{"$ref": "#"}"##)])), "chat.tools"),
     ] {
         wrong_field(&collect_chat(channel.clone(), request).await.unwrap_err(), field);
     }

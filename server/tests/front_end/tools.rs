@@ -163,6 +163,50 @@ async fn a_strict_tool_s_calls_are_held_to_its_schema_where_the_model_decides() 
     assert!(error["message"].as_str().unwrap().contains("not"), "{error}");
 }
 
+/// Before it generates anything, whichever API it came by.
+#[tokio::test]
+async fn a_tool_that_no_arguments_keep_to_is_refused_by_name_where_calls_are_held_to_it() {
+    let (server, mut script) = Server::start_with(options(), text()).await;
+    let endless = json!({"$ref": "#"});
+    let messages = json!([{"role": "user", "content": "Hi"}]);
+    let chat = |strict: bool, choice: Value| {
+        let function = json!({"name": "f", "parameters": endless, "strict": strict});
+        let tools = json!([{"type": "function", "function": function}]);
+        (CHAT, json!({"messages": messages, "tools": tools, "tool_choice": choice}))
+    };
+    let anthropic = |choice: Value| {
+        let tools = json!([{"name": "f", "input_schema": endless}]);
+        let body = json!({"model": "tiny", "max_tokens": 9, "messages": messages, "tools": tools});
+        let body = body.as_object().unwrap().clone().into_iter().chain([("tool_choice".to_owned(), choice)]);
+        ("/v1/messages", body.collect::<Value>())
+    };
+    let responses = |choice: Value| {
+        let tools = json!([{"type": "function", "name": "f", "parameters": endless}]);
+        ("/v1/responses", json!({"input": "Hi", "tools": tools, "tool_choice": choice}))
+    };
+    for (path, body) in [
+        chat(false, json!("required")),
+        chat(false, json!({"type": "function", "function": {"name": "f"}})),
+        chat(true, json!("auto")),
+        anthropic(json!({"type": "any"})),
+        anthropic(json!({"type": "tool", "name": "f"})),
+        responses(json!("required")),
+        responses(json!({"type": "function", "name": "f"})),
+    ] {
+        let response = post(server.address, path, &body).await;
+        let error = &response.json()["error"];
+        let message = error["message"].as_str().unwrap_or_default();
+        assert_eq!(response.status, 400, "{path} {body}: {error}");
+        assert!(message.contains("the parameters of f: no text keeps to this"), "{path} {body}: {error}");
+        assert!(error["param"] == "tools" || message.starts_with("tools: "), "{path} {body}: {error}");
+    }
+    // The model may write what it likes.
+    let (path, body) = chat(false, json!("auto"));
+    let (response, _) = tokio::join!(post(server.address, path, &body), script.play(answer("Hi")));
+    assert_eq!(response.status, 200, "{}", response.body);
+    script.nothing_more();
+}
+
 #[tokio::test]
 async fn the_reply_ends_with_the_first_call_where_only_one_is_wanted() {
     let (server, mut script) = Server::start_with(options(), text()).await;

@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Number, Value, json};
 
-use super::{multiples, pattern};
+use super::{loops, multiples, pattern};
 
 /// White space between the tokens of JSON. Its length is bounded: models that are lost write no end of it.
 const SPACE: &str = "[ \\t\\n\\r]{1,64}";
@@ -36,9 +36,9 @@ const EXACT: f64 = 9_007_199_254_740_992.0;
 const LARGEST: f64 = 9_223_372_036_854_774_784.0;
 
 /// Keywords whose values are schemas by names of the client's own.
-const BY_NAME: [&str; 5] = ["properties", "patternProperties", "dependentSchemas", "$defs", "definitions"];
+pub(super) const BY_NAME: [&str; 5] = ["properties", "patternProperties", "dependentSchemas", "$defs", "definitions"];
 /// Keywords whose values are no schemas.
-const VALUES: [&str; 5] = ["const", "enum", "default", "example", "examples"];
+pub(super) const VALUES: [&str; 5] = ["const", "enum", "default", "example", "examples"];
 
 /// The schema with what llguidance is told beside it. What the client tells it in `x-guidance` goes first.
 ///
@@ -52,6 +52,7 @@ pub(super) fn prepared(schema: &Value) -> Result<Value, String> {
     };
     hold(&mut schema, &mut Vec::new())?;
     multiples::check(&schema)?;
+    loops::check(&schema)?;
     let fields = schema.as_object_mut().expect("an object, as made above");
     let told = fields.entry("x-guidance").or_insert_with(|| json!({}));
     let told = told.as_object_mut().ok_or("x-guidance: must be an object")?;

@@ -59,6 +59,55 @@ fn what_can_be_followed_compiles_and_the_rest_says_why_not() {
     }
 }
 
+#[test]
+fn a_tool_whose_arguments_cannot_be_is_named() {
+    let (good, endless) = (json!({"type": "object"}), json!({"$ref": "#"}));
+    let inside = json!({"properties": {"n": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}});
+    for (bad, says) in [
+        (endless, "no text keeps to this"),
+        (inside, "properties.n: no text keeps to this"),
+        (json!({"minProperties": 2}), "minProperties: 2 "),
+        (json!({"not": {}}), ""),
+    ] {
+        let tools = [("f", good.as_object()), ("g", bad.as_object())];
+        for format in [ToolFormat::Hermes, ToolFormat::Llama3Json, ToolFormat::Mistral] {
+            let calls = calls(format, &tools, false, |_| None);
+            let bodies = [Body::Calls(calls.clone()), Body::Either(Constraint::json_object(), calls.clone())];
+            let announced = calls.marker.map(|_| Body::Announced(calls));
+            for body in bodies.into_iter().chain(announced) {
+                let problem = shared().compile(&Form { body, thinking: None }).expect_err(&bad.to_string());
+                assert!(problem.starts_with(&format!("the parameters of g: {says}")), "{problem}");
+            }
+        }
+    }
+}
+
+#[test]
+fn schemas_that_begin_with_themselves_are_refused_where_they_stand() {
+    let schema = |a: Value, b: Value| {
+        json!({"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}, "required": ["n"],
+            "$defs": {"a": a, "b": b}})
+    };
+    let to = |name: &str| json!({"$ref": format!("#/$defs/{name}")});
+    for (a, b) in [
+        (to("b"), to("a")),
+        (json!({"anyOf": [to("a"), to("b")]}), to("a")),
+        (json!({"oneOf": [to("b")]}), json!({"allOf": [{"type": "string"}, to("a")]})),
+    ] {
+        let problem = shared().compile(&form(Constraint::Json(schema(a, b)))).unwrap_err();
+        assert!(problem.starts_with("properties.n: no text keeps to this"), "{problem}");
+    }
+    for (a, b) in [
+        (json!({"anyOf": [to("b"), {"type": "integer"}]}), to("a")),
+        (json!({"type": "array", "items": to("b")}), to("a")),
+        (json!({"enum": [{"$ref": "#/$defs/a"}, 7]}), to("a")),
+    ] {
+        let held = form(Constraint::Json(schema(a.clone(), b)));
+        let text = if a["type"] == "array" { r#"{"n":[[],[[]]]}"# } else { r#"{"n":7}"# };
+        assert!(allows(&held, text), "{a}");
+    }
+}
+
 /// What llguidance says of texts that a form is to allow, followed byte by byte to their ends.
 pub(super) struct Followed(Matcher);
 

@@ -52,8 +52,8 @@ template <class P> constexpr bool kSent = kRanks > 1 && (kSame<P, O> || kSame<P,
 
 /// Offsets in shared memory.
 template <class P, Cut CUT> struct Ring {
-  // Slots that keep sums of a tile: a thread's of the third group of leaves, [8 tokens][thread][4] f32; or a warp's that
-  // are sent, [warp][8 tokens][lane][4].
+  // Slots that keep sums of a tile: a thread's of the third group of leaves, [8 tokens][thread][4] f32; or what is sent,
+  // [warp][8 tokens][lane][4].
   static constexpr u32 sums = (kInQuads<P> && CUT == Cut::kPair) || kSent<P> ? kRuns : 0;
   static constexpr u32 b_slots = sums ? 4 : 5, a_slots = kRingSlots - sums - b_slots;
   static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;
@@ -333,8 +333,8 @@ template <Cut CUT> struct Exchange {
   }
 };
 
-/// Fills A. `tiles`: see Tiles; begun while the launch before runs. A lane has a run of a row tile, the first one all of
-/// them, where they lie together: bulk copies of several lanes are issued at once, those of a loop are not.
+/// Fills A. `tiles`: see Tiles; begun while the launch before runs. A lane has a run of a row tile, the first one all
+/// of them, where they lie together: bulk copies of several lanes are issued at once, those of a loop are not.
 template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* weights, const u32* tiles, u32 blocks) {
   using R = Ring<P, CUT>;
   static_assert(P::runs > 1, "units are told apart by where they lie");

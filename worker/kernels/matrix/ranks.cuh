@@ -14,10 +14,10 @@
 //   best        all ranks                                    are over
 //
 // A launch ends with all that it wrote in this GPU's memory, and the next one begins with that; what it wrote to other
-// ranks each of its threads fences itself, once its copies have written it. So a meet's warp has seen what launches before it wrote or read, here and
-// there, and its fence orders that before its word; the fence of the warp that reads the word orders it before the
-// launches behind that one (system). Tags count layers, and all ranks have the same passes, so a rank's word never goes
-// back; a rank that has gone on shows a later tag.
+// ranks each of its threads fences itself, once its copies have written it. So a meet's warp has seen what launches
+// before it wrote or read, here and there, and its fence orders that before its word; the fence of the warp that reads
+// the word orders it before the launches behind that one (system). Tags count layers, and all ranks have the same
+// passes, so a rank's word never goes back; a rank that has gone on shows a later tag.
 //
 // Launches behind a meet begin when it is over: they would take multiprocessors from ranks that it waits for, where
 // ranks share a GPU, as in tests. Of joins and norms there are no more blocks than of the products in front of them.
@@ -79,8 +79,9 @@ LP_DEVICE void tell_embeddings(const Launch& launch) {
   fence_system();
 }
 
-/// Adds what all ranks have told of their sums of P, o or down, to the residual of this rank's runs, in the one order of additions:
-/// the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a row tile.
+/// Adds what all ranks have told of their sums of P, o or down, to the residual of this rank's runs, in the one order of
+/// additions: the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a row
+/// tile.
 template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
   constexpr int PARTS = kRanks * P::told;
   // Groups of 8 tokens at a time: words that there are registers for.

@@ -491,7 +491,7 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
             let mut acc = [[L::zero(); C]; T];
-            // What lies so far ahead of a tile's end is a tile that runs beside it: the next one of its turn is asked for.
+            // Behind a tile's end lies one that runs beside it: what is asked for is the next one of its turn.
             let is_last = (leaf + 1) * leaf_bytes + distance > panel.tile_bytes;
             let ahead = if is_last { distance + (T - 1) * panel.tile_bytes } else { distance };
             for run in panel.runs.of(leaf) {

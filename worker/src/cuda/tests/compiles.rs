@@ -46,8 +46,8 @@ const SERIALIZED: &str = "wgmma.mma_async instructions are serialized";
 /// are cut by spans.
 const MATRIX_SPILLS: u32 = 60;
 const CUT_TILES_SPILLS: u32 = 104;
-/// The same where weights are FP8 in blocks: scales lie in registers, too. (80 of o_proj's halves and 72 of down_proj's,
-/// where 2048 columns are computed; not timed against a kernel without.)
+/// The same where weights are FP8 in blocks: scales lie in registers, too. (80 of o_proj's halves and 72 of
+/// down_proj's, where 2048 columns are computed; not timed against a kernel without.)
 const MATRIX_SPILLS_OF_BLOCKS: u32 = 80;
 /// Of one GPU's kernel of eight columns: where rows of a sequence read its pages together.
 const TOGETHER_SPILLS: u32 = 112;

@@ -52,8 +52,8 @@ template <class P> constexpr bool kSent = kRanks > 1 && (kSame<P, O> || kSame<P,
 
 /// Offsets in shared memory.
 template <class P, Cut CUT> struct Ring {
-  // Slots that keep sums of a tile: a thread's of the third group of leaves, [8 tokens][thread][4] f32; or what is sent,
-  // [warp][8 tokens][lane][4].
+  // Slots that keep sums of a tile: a thread's of the third group of leaves, [8 tokens][thread][4] f32; or what is
+  // sent, [warp][8 tokens][lane][4].
   static constexpr u32 sums = (kInQuads<P> && CUT == Cut::kPair) || kSent<P> ? kRuns : 0;
   static constexpr u32 b_slots = sums ? 4 : 5, a_slots = kRingSlots - sums - b_slots;
   static constexpr u32 b = a_slots * kSlotBytes, partial = b + b_slots * kSlotBytes;

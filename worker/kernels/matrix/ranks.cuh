@@ -79,9 +79,9 @@ LP_DEVICE void tell_embeddings(const Launch& launch) {
   fence_system();
 }
 
-/// Adds what all ranks have told of their sums of P, o or down, to the residual of this rank's runs, in the one order of
-/// additions: the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a row
-/// tile.
+/// Adds what all ranks have told of their sums of P, o or down, to the residual of this rank's runs, in the one order
+/// of additions: the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a
+/// row tile.
 template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
   constexpr int PARTS = kRanks * P::told;
   // Groups of 8 tokens at a time: words that there are registers for.

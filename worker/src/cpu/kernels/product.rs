@@ -478,8 +478,10 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
     // under `leaves * leaf_pairs`, columns under `x.count`; prefetches may point anywhere. The loads and stores are
     // unaligned.
     unsafe {
-        let mut at: [*const u8; T] =
-            std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_bytes));
+        let mut tiles = Tiles {
+            at: std::array::from_fn(|t| panel.data.as_ptr().add((first_tile + t) * panel.tile_bytes)),
+            ahead: 0,
+        };
         // One index for all columns: a pointer each would not fit the general registers beside eight columns.
         let at_first = std::array::from_fn(|c| x.data.as_ptr().add(c.min(x.count - 1) * P * x.stride));
         let columns = Begins { at: at_first, stride: x.stride };
@@ -493,21 +495,21 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
             let mut acc = [[L::zero(); C]; T];
             // Behind a tile's end lies one that runs beside it: what is asked for is the next one of its turn.
             let is_last = (leaf + 1) * leaf_bytes + distance > panel.tile_bytes;
-            let ahead = if is_last { distance + (T - 1) * panel.tile_bytes } else { distance };
+            tiles.ahead = if is_last { distance + (T - 1) * panel.tile_bytes } else { distance };
             for run in panel.runs.of(leaf) {
                 let mut sum = if S::GROUPS { [[L::zero(); C]; T] } else { acc };
                 // The sum of the inputs, in all lanes.
                 let mut inputs = [L::zero(); C];
                 for _ in 0..run / S::LINES {
-                    step::<L, S, T, C, P>(&mut at, ahead, &columns, k, S::LINES, &mut sum, &mut inputs, constants);
+                    step::<L, S, T, C, P>(&mut tiles, &columns, k, S::LINES, &mut sum, &mut inputs, constants);
                     k += 2 * S::LINES;
                 }
                 let left = run % S::LINES;
                 if left > 0 {
-                    step::<L, S, T, C, P>(&mut at, ahead, &columns, k, left, &mut sum, &mut inputs, constants);
+                    step::<L, S, T, C, P>(&mut tiles, &columns, k, left, &mut sum, &mut inputs, constants);
                     k += 2 * left;
                 }
-                acc = if S::GROUPS { end_run::<L, S, T, C>(&mut at, raised, acc, sum, inputs) } else { sum };
+                acc = if S::GROUPS { end_run::<L, S, T, C>(&mut tiles.at, raised, acc, sum, inputs) } else { sum };
             }
             let mut level = 0;
             while (leaf >> level) & 1 == 1 {
@@ -545,15 +547,20 @@ impl<const C: usize> Begins<C> {
     }
 }
 
-/// Adds `lines` lines of each tile, from pair `k / 2` on, to the sums; asks for those `ahead` bytes on.
+/// Tiles that run side by side: where the next lines are, and how many bytes behind those lines are asked for.
+struct Tiles<const T: usize> {
+    at: [*const u8; T],
+    ahead: usize,
+}
+
+/// Adds `lines` lines of each tile, from pair `k / 2` on, to the sums.
 ///
 /// # Safety
 /// As [`block`], for these lines.
 #[inline(always)]
 #[expect(clippy::needless_range_loop, reason = "a column is an index of several arrays")]
 unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usize>(
-    at: &mut [*const u8; T],
-    ahead: usize,
+    tiles: &mut Tiles<T>,
     columns: &Begins<C>,
     k: usize,
     lines: usize,
@@ -565,13 +572,13 @@ unsafe fn step<L: Lanes, S: Stored, const T: usize, const C: usize, const P: usi
     // SAFETY: the caller's. No loop, because the compiler leaves a long one as it is, with the sums in memory; and no
     // closure, because it would not be compiled for the set.
     unsafe {
-        step_of_tile::<L, S, C, P>(&mut at[0], ahead, columns, k, lines, &mut sum[0], constants);
+        step_of_tile::<L, S, C, P>(&mut tiles.at[0], tiles.ahead, columns, k, lines, &mut sum[0], constants);
         if T > 1 {
-            step_of_tile::<L, S, C, P>(&mut at[1], ahead, columns, k, lines, &mut sum[1], constants);
+            step_of_tile::<L, S, C, P>(&mut tiles.at[1], tiles.ahead, columns, k, lines, &mut sum[1], constants);
         }
         if T > 2 {
-            step_of_tile::<L, S, C, P>(&mut at[2], ahead, columns, k, lines, &mut sum[2], constants);
-            step_of_tile::<L, S, C, P>(&mut at[3], ahead, columns, k, lines, &mut sum[3], constants);
+            step_of_tile::<L, S, C, P>(&mut tiles.at[2], tiles.ahead, columns, k, lines, &mut sum[2], constants);
+            step_of_tile::<L, S, C, P>(&mut tiles.at[3], tiles.ahead, columns, k, lines, &mut sum[3], constants);
         }
     }
     if S::ZEROS {

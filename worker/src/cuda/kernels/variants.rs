@@ -69,6 +69,14 @@ impl Attention {
         Self { ranks, queries_per_kv, page_ns: (NS_OF_8B * share / PAGE_SHARE_OF_8B) as u64 }
     }
 
+    /// What a page of a row that is alone of its sequence takes longer than in passes that read spans, in the unit of
+    /// `page_ns`. Narrow kernels of larger groups leave the outputs of every page in memory (`kShares`): 8B on four
+    /// H200, 8 rows at 2000 and 8100 positions: 1.38 and 2.69 ms, 9 rows in a wide pass 2.00 and 2.51.
+    pub fn page_alone_ns(&self, width: &Width) -> u64 {
+        let is_narrow = width.bounds.is_none() && (2..=8).contains(&width.columns);
+        if is_narrow && self.ranks > 2 { self.page_ns * 37 / 100 } else { 0 }
+    }
+
     /// Rows of a sequence that read a page together, at most, in passes of a width.
     pub fn rows_together(&self, width: &Width) -> usize {
         let columns = match (width.bounds, width.columns) {

@@ -56,8 +56,8 @@ impl Passes {
         narrowest.is_some_and(|width| fitting(width, rows) == rows.len())
     }
 
-    /// The columns of the kernel that computes a pass fastest. Of rows that are alone of their sequences it is the
-    /// narrowest; where a sequence has several, it counts how often its pages are read.
+    /// The columns of the kernel that computes a pass fastest. It counts how often pages are read where a sequence has
+    /// several rows, and what pages of the others take longer; where that is nothing, the narrowest.
     ///
     /// # Panics
     /// If no kernel holds the rows.
@@ -73,16 +73,20 @@ impl Passes {
         fastest.expect("passes are chosen so that a kernel holds their rows").columns
     }
 
-    /// What it takes that rows of sequences with several read their pages.
+    /// What it takes that rows of sequences with several read their pages, and what those of others take longer than
+    /// elsewhere.
     fn reads_ns(&self, width: &Width, rows: &[Row]) -> u64 {
         let together = self.attention.rows_together(width);
-        let sequences = rows.chunk_by(|row, next| row.slot == next.slot).filter(|rows| rows.len() > 1);
-        let reads = sequences.map(|rows| {
+        let window = self.widths.iter().find_map(|width| width.bounds?.window);
+        let reads = rows.chunk_by(|row, next| row.slot == next.slot).map(|rows| {
             let pages = rows[rows.len() - 1].position as usize / PAGE_POSITIONS + 1;
-            let window = self.widths.iter().find_map(|width| width.bounds?.window);
-            rows.len().div_ceil(together) * window.map_or(pages, |window| pages.min(window / PAGE_POSITIONS + 1))
+            let seen = window.map_or(pages, |window| pages.min(window / PAGE_POSITIONS + 1)) as u64;
+            seen * match rows.len() {
+                1 => self.attention.page_alone_ns(width),
+                several => several.div_ceil(together) as u64 * self.attention.page_ns,
+            }
         });
-        reads.sum::<usize>() as u64 * self.attention.page_ns
+        reads.sum()
     }
 
     /// The passes of a step, in the order in which they run, as ranges of its rows.
@@ -229,6 +233,10 @@ mod tests {
         // Narrow kernels of four ranks read the pages for each row.
         let of_four = Passes::new(&mixed(), 2048, Attention { ranks: 4, ..ATTENTION });
         assert_eq!([100, 8000].map(|position| columns_of(&of_four, &[(position, 8)])), [8, 32]);
+        // And the outputs of every page are kept.
+        assert_eq!([2000, 8000].map(|position| columns_of(&of_four, &[(position, 1); 8])), [8, 32]);
+        assert_eq!([2000, 8000].map(|position| columns_of(&of_four, &[(position, 1); 2])), [8, 8]);
+        assert_eq!(columns_of(&of_four, &[(60_000, 1)]), 1);
         // The row that decodes has room for one of its two spans at most.
         let bounds = Bounds { spans: 1, ..BOUNDS };
         let narrow_room = [&all()[..], &[Width { bounds: Some(bounds), ..MATRIX[0] }]].concat();

@@ -45,9 +45,9 @@ template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
 template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
 /// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
 template <class P> constexpr bool kInQuads = P::leaves == 4 * P::group;
-/// Whether a rank sends a product's sums to others.
 template <class P, class Q> constexpr bool kSame = false;
 template <class P> constexpr bool kSame<P, P> = true;
+/// Whether a rank sends a product's sums to others.
 template <class P> constexpr bool kSent = kRanks > 1 && (kSame<P, O> || kSame<P, Down>);
 
 /// Offsets in shared memory.

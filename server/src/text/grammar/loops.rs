@@ -10,20 +10,30 @@ use super::{
     schema::{BY_NAME, VALUES},
 };
 
+/// Schemas that are referred to, at most: checking them may take the square of it.
+const MOST: usize = 4096;
+
 /// # Errors
-/// A schema inside of `root` begins with itself in every case: says where it stands.
+/// A schema inside of `root` begins with itself in every case: says where it stands. Or too many are referred to.
 pub(super) fn check(root: &Value) -> Result<(), String> {
     // All are held for endless until something is found to begin with.
     let mut endless = HashMap::new();
     collect(root, &mut endless);
-    loop {
-        let begins =
-            |to: &&str| to.strip_prefix('#').and_then(|to| root.pointer(to)).is_none_or(|to| !is_endless(to, &endless));
-        let begun: Vec<&str> = endless.keys().copied().filter(|to| endless[to] && begins(to)).collect();
-        if begun.is_empty() {
-            break;
+    if endless.len() > MOST {
+        return Err(format!("$ref: {} schemas are referred to, of {MOST} at most", endless.len()));
+    }
+    let target = |to: &str| to.strip_prefix('#').and_then(|to| root.pointer(to));
+    // Of each, those that may begin once it does.
+    let mut followers: HashMap<&str, Vec<&str>> = HashMap::new();
+    for &to in endless.keys() {
+        each_head(target(to), &mut |head| followers.entry(head).or_default().push(to));
+    }
+    let mut left: Vec<&str> = endless.keys().copied().collect();
+    while let Some(to) = left.pop() {
+        if endless[to] && target(to).is_none_or(|schema| !is_endless(schema, &endless)) {
+            endless.insert(to, false);
+            left.extend(followers.get(to).into_iter().flatten());
         }
-        endless.extend(begun.into_iter().map(|to| (to, false)));
     }
     let none = endless.values().all(|endless| !endless);
     if none { Ok(()) } else { check_inside(root, &endless, &mut Vec::new()) }
@@ -38,6 +48,15 @@ fn collect<'a>(value: &'a Value, all: &mut HashMap<&'a str, bool>) {
             fields.values().for_each(|value| collect(value, all));
         }
         _ => {}
+    }
+}
+
+/// What a value that keeps to the schema may begin with, by reference.
+fn each_head<'a>(schema: Option<&'a Value>, to: &mut impl FnMut(&'a str)) {
+    let Some(schema) = schema else { return };
+    schema["$ref"].as_str().into_iter().for_each(&mut *to);
+    for name in ["anyOf", "oneOf", "allOf"] {
+        schema[name].as_array().into_iter().flatten().for_each(|schema| each_head(Some(schema), to));
     }
 }
 

@@ -108,6 +108,24 @@ fn schemas_that_begin_with_themselves_are_refused_where_they_stand() {
     }
 }
 
+/// A long chain, in whatever order it is walked, takes no square of its length.
+#[test]
+fn chains_of_references_are_followed_quickly() {
+    let chain = |links: usize, last: Value| {
+        let to = |link: usize| json!({"$ref": format!("#/$defs/{link}")});
+        let mut all: serde_json::Map<_, _> = (0..links).map(|link| (link.to_string(), to(link + 1))).collect();
+        all.insert(links.to_string(), last);
+        json!({"properties": {"n": to(0)}, "$defs": all})
+    };
+    let begun = std::time::Instant::now();
+    assert_eq!(loops::check(&chain(4000, json!({"type": "integer"}))), Ok(()));
+    let problem = loops::check(&chain(4000, json!({"$ref": "#/$defs/0"}))).unwrap_err();
+    assert!(problem.starts_with("properties.n: no text keeps to this"), "{problem}");
+    assert!(begun.elapsed() < std::time::Duration::from_secs(2), "{:?}", begun.elapsed());
+    let problem = loops::check(&chain(5000, json!({}))).unwrap_err();
+    assert!(problem.contains("5001 schemas are referred to, of 4096"), "{problem}");
+}
+
 /// What llguidance says of texts that a form is to allow, followed byte by byte to their ends.
 pub(super) struct Followed(Matcher);
 

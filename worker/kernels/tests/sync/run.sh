@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
 # (rings of two warps and of one), and the vectors' words of several blocks, one of them without tiles; then the
-# negative controls, which must be reported; then the sums of products of 1 to 16 ranks, of which those of 2 and 4 ranks
-# run under ThreadSanitizer, too: it takes ten times as long. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
+# negative controls, which must be reported; then the sums of products of 1 to 16 ranks, of which one shape's by 2 and 4
+# ranks run under ThreadSanitizer, too: it takes ten times as long. Needs a C++20 compiler with ThreadSanitizer: CXX,
+# else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)

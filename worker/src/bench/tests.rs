@@ -124,6 +124,19 @@ fn a_prompt_is_timed_to_its_first_token() {
 }
 
 #[test]
+fn steps_with_a_prompt_beside_every_batch_are_timed() {
+    // Longer than the context, and a slot more than the largest batch.
+    let line = "--shape tiny --device cpu --threads 1 --read-mib 1 --batch 3,1 --context 5 --steps 2 --beside 600";
+    let report = run(&args(line)).unwrap();
+    let beside: Vec<_> = report.beside.iter().map(|of| (of.batch, of.tokens)).collect();
+    assert_eq!(beside, [(3, 600), (1, 600)]);
+    for (of, alone) in report.beside.iter().zip(&report.batches) {
+        assert!(of.best_step_ms <= of.step_ms && of.best_step_ms > alone.best_step_ms, "601 rows or more");
+    }
+    assert!(report.to_string().contains("batch 1 beside 600 tokens of a prompt: "));
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused() {
     let refused = |line: &str| run(&args(line)).unwrap_err().to_string();
     let some_shards = "must be 4, 8 or 16, and more than a --tp of at least 2";

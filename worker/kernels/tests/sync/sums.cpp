@@ -1,7 +1,8 @@
 // Sums of o, down and (wide) qkv over warps, blocks of a pair and ranks, with the kernels' own headers, under
-// ThreadSanitizer: every output has the bits of its leaves in the one order (leaf_sum), however many ranks cut them. A
-// thread is a lane. Leaves are random numbers in the place of products. Narrow: the epilogues of block 1 of all ranks
-// together. Wide: a pair of one rank after the other, then what the owner of a column makes of all ranks' words.
+// ThreadSanitizer where there are 2 and 4 ranks: every output has the bits of its leaves in the one order (leaf_sum),
+// however many ranks cut them. A thread is a lane. Leaves are random numbers in the place of products. Narrow: the
+// epilogues of block 1 of all ranks together. Wide: a pair of one rank after the other, then what the owner of a column
+// makes of all ranks' words.
 // Negative control: that order is not the binary tree's.
 #include "emulated.h"
 

@@ -1,10 +1,13 @@
 //! Inputs of a product: fp32 values as bf16, rounded once, or split in a high and a low part.
 #![allow(unsafe_code)]
 
+use std::sync::OnceLock;
+
 use half::bf16;
 
 use super::kernels::LINE;
-use super::kernels::product::{Columns, MAX_COLUMNS};
+use super::kernels::isa::Isa;
+use super::kernels::product::{Columns, MAX_COLUMNS, Panel, product, sums_of_inputs};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
 use crate::plan::rounding::RoundingPoint;
 
@@ -15,6 +18,8 @@ pub struct Inputs {
     values: Buffer<u16>,
     len: usize,
     parts: usize,
+    /// [`sums_of_inputs`] of each block of rows that a product takes, once it is asked for.
+    sums: Box<[OnceLock<Box<[f32]>>]>,
 }
 
 /// Lets the units of one job write disjoint parts of the rows.
@@ -32,7 +37,9 @@ impl Inputs {
     /// There is not so much memory.
     pub fn zeroed(point: RoundingPoint, rows: usize, len: usize) -> Result<Self, OutOfMemory> {
         let parts = point.parts();
-        Ok(Self { values: Buffer::zeroed(rows * parts * (len + LINE), "the activations")?, len, parts })
+        let values = Buffer::zeroed(rows * parts * (len + LINE), "the activations")?;
+        let sums = (0..rows.div_ceil(MAX_COLUMNS)).map(|_| OnceLock::new()).collect();
+        Ok(Self { values, len, parts, sums })
     }
 
     /// Bytes of a row.
@@ -42,6 +49,7 @@ impl Inputs {
 
     /// Opens the rows for the duration of a job.
     pub fn writer(&mut self) -> Writer<'_> {
+        self.sums.iter_mut().for_each(|sums| drop(sums.take()));
         Writer { values: Disjoint::new(&mut self.values), len: self.len, parts: self.parts }
     }
 
@@ -50,6 +58,21 @@ impl Inputs {
         let stride = self.len + LINE;
         let data = &self.values[first * self.parts * stride..];
         Columns { data, stride, count: MAX_COLUMNS.min(rows - first), parts: self.parts }
+    }
+
+    /// Writes the product of a panel and those columns.
+    pub fn product(&self, isa: Isa, panel: Panel<'_>, (first, rows): (usize, usize), out: &mut [f32]) {
+        let columns = self.columns(first, rows);
+        if !panel.is_raised() {
+            return product(isa, panel, columns, &[], out);
+        }
+        let known = &self.sums[first / MAX_COLUMNS];
+        let sums = known.get().unwrap_or_else(|| {
+            // Nobody waits for another: who comes at the same time finds the same.
+            let _ = known.set(sums_of_inputs(isa, &panel, &columns));
+            known.get().expect("sums, because they were set now or before")
+        });
+        product(isa, panel, columns, sums, out);
     }
 }
 

@@ -7,4 +7,6 @@ mod lanes;
 pub(super) mod norm;
 pub(super) mod product;
 
+#[cfg(test)]
+pub(super) use lanes::INT4_RAISED;
 pub(super) use lanes::{LANES, LINE, int4_place};

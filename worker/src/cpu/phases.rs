@@ -3,7 +3,7 @@
 //! after the layers.
 //!
 //! Weights stream through units of one head or four row tiles; all rows of the step share a pass over them, in blocks
-//! of [`MAX_COLUMNS`]. Where a phase writes a buffer, its units own disjoint parts of it; the join at its end publishes
+//! of [`MAX_COLUMNS`] that kernels cut as their registers have room. Where a phase writes a buffer, its units own disjoint parts of it; the join at its end publishes
 //! them.
 #![allow(unsafe_code)]
 
@@ -18,7 +18,7 @@ use super::inputs::Inputs;
 use super::kernels::LANES;
 use super::kernels::isa::Isa;
 use super::kernels::norm::rms_norm;
-use super::kernels::product::{MAX_COLUMNS, Panel, product};
+use super::kernels::product::{MAX_COLUMNS, Panel};
 use super::memory::Disjoint;
 use super::team::Team;
 use super::weights::Weights;
@@ -114,7 +114,7 @@ impl Pass<'_> {
             let block = MAX_COLUMNS * panel.row_tiles() * LANES;
             expansions.with(shard.isa, panel, rows, |panel| {
                 for (index, out) in out.chunks_mut(block).take(rows.div_ceil(MAX_COLUMNS)).enumerate() {
-                    product(shard.isa, panel, x.columns(index * MAX_COLUMNS, rows), out);
+                    x.product(shard.isa, panel, (index * MAX_COLUMNS, rows), out);
                 }
             });
         };
@@ -216,9 +216,9 @@ fn each_block(
 ) {
     expansions.with(shard.isa, panel, rows, |panel| {
         for first in (0..rows).step_by(MAX_COLUMNS) {
-            let columns = x.columns(first, rows);
-            product(shard.isa, panel, columns, out);
-            for (column, values) in out.chunks_exact_mut(panel.row_tiles() * LANES).take(columns.count).enumerate() {
+            x.product(shard.isa, panel, (first, rows), out);
+            let values = out.chunks_exact_mut(panel.row_tiles() * LANES);
+            for (column, values) in values.take(MAX_COLUMNS.min(rows - first)).enumerate() {
                 panel.scale(values);
                 done(first + column, values);
             }

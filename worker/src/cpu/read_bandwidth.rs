@@ -149,7 +149,7 @@ impl Reading {
             black_box(match isa {
                 // SAFETY: whoever made it found the set on this processor.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 => unsafe { read_avx512(lines, pattern) },
+                Isa::Amx | Isa::Avx512Bf16 => unsafe { read_avx512(lines, pattern) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => unsafe { read_avx2(lines, pattern) },

@@ -358,9 +358,9 @@ fn write_end(scales: &[f32; LANES], zeros: &[u8; LANES], out: &mut [u8]) {
     }
 }
 
-/// A weight that is `value` more than its zero point, as the kernels have it: less the middle, in two's complement.
+/// A weight that is `value` more than its zero point.
 fn four_bits(value: i8, zero: u8) -> u8 {
-    (value.cast_unsigned().wrapping_add(zero).wrapping_sub(MIDDLE)) & 15
+    value.cast_unsigned().wrapping_add(zero) & 15
 }
 
 impl LayerVectors {
@@ -397,6 +397,7 @@ fn vector(source: &dyn Source, tensor: Tensor, range: Range<usize>) -> Vec<f32> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::kernels::INT4_RAISED;
     use crate::cpu::kernels::isa::Isa;
     use crate::cpu::kernels::product::expand;
     use crate::cpu::team::Placement;
@@ -412,14 +413,17 @@ mod tests {
         for run in (0..leaves).flat_map(|leaf| runs.of(leaf)).cycle() {
             let (lines, ends) = rest.split_at(run * LINE * 2);
             let (end, next) = ends.split_at(format.group_bytes(LANES));
-            let raised = if matches!(format, WeightFormat::Int4 { .. }) { 1.0 } else { E4M3_RAISED };
             let zero = |row: usize| match format.has_zeros() {
-                true => f32::from(((end[2 * LANES + row % 8] << (4 - row / 8 * 4)).cast_signed()) >> 4),
-                false => 0.0,
+                true => end[2 * LANES + row % 8] >> (row / 8 * 4) & 15,
+                false => MIDDLE,
             };
             out.extend((0..run * LINE).map(|i| {
                 let row = i % LINE / 2;
-                bf16::from_f32((at(lines, i) - zero(row)) * raised * at(end, row)).to_bits()
+                let number = match format {
+                    WeightFormat::Int4 { .. } => at(lines, i) - INT4_RAISED - f32::from(zero(row)),
+                    _ => at(lines, i) * E4M3_RAISED,
+                };
+                bf16::from_f32(number * at(end, row)).to_bits()
             }));
             rest = next;
             if rest.is_empty() {

@@ -63,12 +63,11 @@ impl Backend {
 
 impl Backend {
     /// What becomes of the scales of weights in groups. A GPU multiplies each weight and rounds it to bf16. A CPU sums
-    /// what a leaf has of a group without its scale, in fp32, and multiplies that sum, once; where a group has a zero
-    /// point, weights in the sum are 4 bits less 8, and the zero point less 8, times the sum of the inputs, is taken
-    /// off before.
+    /// what a leaf has of a group without its scale, in fp32, and multiplies that sum, once; weights of 4 bits are 128
+    /// more in the sum, and 128 and the zero point, times the sum of the inputs, are taken off before.
     fn groups(self) -> &'static str {
         match self {
-            Self::Cpu => "sums of groups scaled",
+            Self::Cpu => "sums of groups scaled, 4 bits raised by 128",
             Self::Cuda => "scaled weights rounded to bf16",
         }
     }

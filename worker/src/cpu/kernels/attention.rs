@@ -81,7 +81,7 @@ pub fn attend<'a>(
         match isa {
             // SAFETY: the processor has `isa`, and lengths were checked above.
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 => unsafe { attend_avx512(head_dim, view, &page, queries, &mut outputs) },
+            Isa::Amx | Isa::Avx512Bf16 => unsafe { attend_avx512(head_dim, view, &page, queries, &mut outputs) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { attend_avx2(head_dim, view, &page, queries, &mut outputs) },
@@ -307,7 +307,7 @@ mod tests {
     }
 
     fn isas() -> impl Iterator<Item = Isa> {
-        [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available())
+        Isa::ALL.into_iter().filter(|isa| isa.available())
     }
 
     #[test]

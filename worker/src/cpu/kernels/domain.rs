@@ -59,7 +59,7 @@ fn products(isa: Isa) -> Vec<f32> {
         let column = |i: usize| if i / vector < count - 1 { half(2, i) } else { tiny(2, i) };
         let columns: Vec<u16> = (0..count * vector).map(column).collect();
         let mut out = vec![0.0; count * tiles * LANES];
-        product(isa, panel, Columns { data: &columns, stride: k, count, parts }, &mut out);
+        product(isa, panel, Columns { data: &columns, stride: k, count, parts }, &[], &mut out);
         results.extend(out);
     }
     results
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     fn isas() -> Vec<Isa> {
-        [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available()).collect()
+        Isa::ALL.into_iter().filter(|isa| isa.available()).collect()
     }
 
     #[test]

@@ -7,6 +7,8 @@ use std::fmt;
 /// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
+    /// AMX with `TDPBF16PS`, and AVX-512 BF16 for all but products.
+    Amx,
     /// AVX-512 with `VDPBF16PS`.
     Avx512Bf16,
     /// AVX2, FMA and F16C; the same bits as [`Isa::Portable`].
@@ -15,14 +17,14 @@ pub enum Isa {
     Portable,
 }
 
-/// Names an instruction set to use in place of the best one: `avx512bf16`, `avx2` or `portable`.
+/// Names an instruction set to use in place of the best one: `amx`, `avx512bf16`, `avx2` or `portable`.
 pub const ISA_VARIABLE: &str = "LOOPLANE_CPU_ISA";
 
 /// An instruction set was asked for that cannot be used.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum IsaError {
     /// Not a name of an instruction set.
-    #[error("{ISA_VARIABLE}={0:?} is no instruction set; use avx512bf16, avx2 or portable")]
+    #[error("{ISA_VARIABLE}={0:?} is no instruction set; use amx, avx512bf16, avx2 or portable")]
     Unknown(String),
     /// The processor lacks it.
     #[error("this processor has no {0}; unset {ISA_VARIABLE} or use portable")]
@@ -30,6 +32,9 @@ pub enum IsaError {
 }
 
 impl Isa {
+    /// All sets, the best one first.
+    pub const ALL: [Self; 4] = [Isa::Amx, Isa::Avx512Bf16, Isa::Avx2, Isa::Portable];
+
     /// The best set this processor has, or the one [`ISA_VARIABLE`] names.
     ///
     /// # Errors
@@ -43,7 +48,7 @@ impl Isa {
 
     /// The best set this processor has.
     pub fn best() -> Self {
-        [Isa::Avx512Bf16, Isa::Avx2].into_iter().find(|isa| isa.available()).unwrap_or(Isa::Portable)
+        Self::ALL.into_iter().find(|isa| isa.available()).unwrap_or(Isa::Portable)
     }
 
     /// `self`, if this processor has it.
@@ -55,15 +60,13 @@ impl Isa {
     }
 
     fn parse(name: &str) -> Result<Self, IsaError> {
-        [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable]
-            .into_iter()
-            .find(|isa| isa.name() == name)
-            .ok_or_else(|| IsaError::Unknown(name.to_owned()))
+        Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| IsaError::Unknown(name.to_owned()))
     }
 
     /// The name in the bit domain and in [`ISA_VARIABLE`].
     pub fn name(self) -> &'static str {
         match self {
+            Isa::Amx => "amx",
             Isa::Avx512Bf16 => "avx512bf16",
             Isa::Avx2 => "avx2",
             Isa::Portable => "portable",
@@ -78,6 +81,8 @@ impl Isa {
             Isa::Avx2 => {
                 is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
             }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => Isa::Avx512Bf16.available() && *amx::USABLE,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => {
                 is_x86_feature_detected!("avx512f")
@@ -94,6 +99,39 @@ impl Isa {
 impl fmt::Display for Isa {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(self.name())
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
+mod amx {
+    //! Whether the processor has AMX, and the system lets this process use its registers.
+
+    use std::arch::x86_64::__cpuid_count;
+    use std::sync::LazyLock;
+
+    /// Asked once: the permission is the process's, and stays.
+    pub(super) static USABLE: LazyLock<bool> = LazyLock::new(|| has() && permitted());
+
+    fn has() -> bool {
+        const LEAF_FEATURES: u32 = 7;
+        const BF16: u32 = 1 << 22;
+        const TILE: u32 = 1 << 24;
+        __cpuid_count(LEAF_FEATURES, 0).edx & (BF16 | TILE) == BF16 | TILE
+    }
+
+    /// Linux keeps what is in these registers only for processes that asked for it (5.16 and later).
+    #[cfg(target_os = "linux")]
+    fn permitted() -> bool {
+        const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+        // SAFETY: two numbers go in and none comes out; who has no such call says so.
+        unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn permitted() -> bool {
+        false
     }
 }
 
@@ -159,7 +197,7 @@ mod tests {
 
     #[test]
     fn names_are_read_back() {
-        for isa in [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable] {
+        for isa in Isa::ALL {
             assert_eq!(Isa::parse(isa.name()), Ok(isa));
         }
         assert_eq!(Isa::parse("sse"), Err(IsaError::Unknown("sse".to_owned())));

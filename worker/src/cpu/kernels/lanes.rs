@@ -48,8 +48,8 @@ pub trait Lanes {
     unsafe fn mul(left: Self::Acc, right: Self::Acc) -> Self::Acc;
     /// Reads 32 bf16 at `line`.
     unsafe fn line(line: *const u16, constants: Self::Constants) -> Self::Line;
-    /// A line of ones.
-    unsafe fn ones() -> Self::Line;
+    /// The same in all lanes.
+    unsafe fn splat(value: f32) -> Self::Acc;
     /// Reads `lines` lines of 32 E4M3 at `at`, one or two: `[lines][16][2]` like those of bf16.
     unsafe fn e4m3s(at: *const u8, lines: usize) -> Self::E4m3s;
     /// Line `index` of these: 2^-8 of each, exactly, because normal numbers are bf16 of the same bits then. No bf16 of
@@ -57,12 +57,12 @@ pub trait Lanes {
     unsafe fn e4m3(lines: Self::E4m3s, index: usize) -> Self::Line;
     /// Reads four lines of 4 bits at `at`, 64 bytes: see [`int4_place`].
     unsafe fn int4s(at: *const u8) -> Self::Int4s;
-    /// Line `index` of these: numbers from -8 to 7, whose 4 bits are their two's complement.
+    /// Line `index` of these: [`INT4_RAISED`] and the number that the 4 bits are, 128 to 143.
     unsafe fn int4(lines: Self::Int4s, index: usize, constants: Self::Constants) -> Self::Line;
     /// Reads the scales of a group, 16 bf16 at `scales`, times `raised`, by which the group's weights are too small.
     /// Each is zero or from 2^-100 to 2^100.
     unsafe fn scales(scales: *const u8, raised: f32) -> Self::Acc;
-    /// Reads zero points, numbers from -8 to 7: those of lanes 0 to 7 in the low halves of eight bytes at `zeros`, the
+    /// Reads zero points, numbers from 0 to 15: those of lanes 0 to 7 in the low halves of eight bytes at `zeros`, the
     /// others in the high ones.
     unsafe fn zeros(zeros: *const u8) -> Self::Acc;
     /// Writes a line as 32 bf16.
@@ -79,6 +79,8 @@ pub trait Lanes {
     unsafe fn store(acc: Self::Acc, to: *mut f32);
     /// Asks for the cache line at `address`, which need not exist, into L2.
     unsafe fn prefetch(address: *const u16);
+    /// The same into L1.
+    unsafe fn prefetch_near(address: *const u16);
 }
 
 /// Plain Rust. A product of two bf16 is exact in fp32 (8 + 8 significand bits of 24), so a multiplication and an
@@ -91,28 +93,23 @@ fn widen(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
+/// What is added to numbers of 4 bits while they are multiplied: bf16 from 128 to 255 are whole, so that the bits of
+/// the sum are those of 128 with the 4 bits in the lowest places.
+pub const INT4_RAISED: f32 = 128.0;
+
+/// [`INT4_RAISED`] as bf16.
+#[cfg(target_arch = "x86_64")]
+const INT4_RAISED_BITS: i16 = 0x4300;
+
 /// Where four lines of 4 bits have the weight of a lane: its byte of 64, and whether it is the high half of that.
 ///
-/// A block of 16 bytes has four lanes, eight bytes a line, of two lines in the low halves and of two in the high ones.
-/// So a table takes halves of bytes to those of bf16, low and high, and unpacking both makes the line of bf16.
+/// A word of 16 bits has the four lines' weights of one (lane, k), and words lie as the elements of a line do.
 pub const fn int4_place(line: usize, lane: usize, k: usize) -> (usize, bool) {
-    (lane / 4 * 16 + line % 2 * 8 + lane % 4 * 2 + k, line / 2 == 1)
+    (lane * 4 + k * 2 + line / 2, line % 2 == 1)
 }
 
-/// bf16 of the numbers that 4 bits stand for: their low bytes, and their high bytes.
-#[cfg(target_arch = "x86_64")]
-const INT4_BYTES: [[u8; 16]; 2] = bytes_of({
-    let mut numbers = [0.0; 16];
-    let mut bits = 0;
-    while bits < 16 {
-        numbers[bits as usize] = if bits < 8 { bits as f32 } else { bits as f32 - 16.0 };
-        bits += 1;
-    }
-    numbers
-});
-
-/// The same of E4M3 whose three highest bits of the exponent are zero: whole multiples of 2^-9 (of 2^-17, here), by
-/// the four bits that remain.
+/// Low and high bytes of the bf16 of E4M3 whose three highest bits of the exponent are zero: whole multiples of 2^-9 (of
+/// 2^-17, here), by the four bits that remain.
 #[cfg(target_arch = "x86_64")]
 const E4M3_SMALL_BYTES: [[u8; 16]; 2] = bytes_of({
     let mut numbers = [0.0; 16];
@@ -179,8 +176,8 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    unsafe fn ones() -> Self::Line {
-        [[1.0; LANES]; 2]
+    unsafe fn splat(value: f32) -> Self::Acc {
+        [value; LANES]
     }
 
     #[inline(always)]
@@ -213,8 +210,7 @@ impl Lanes for Portable {
     unsafe fn int4(lines: Self::Int4s, index: usize, _constants: Self::Constants) -> Self::Line {
         let value = |lane: usize, k: usize| {
             let (byte, high) = int4_place(index, lane, k);
-            let bits = if high { lines[byte] } else { lines[byte] << 4 };
-            f32::from(bits.cast_signed() >> 4)
+            INT4_RAISED + f32::from(if high { lines[byte] >> 4 } else { lines[byte] & 15 })
         };
         std::array::from_fn(|k| std::array::from_fn(|i| value(i, k)))
     }
@@ -229,7 +225,7 @@ impl Lanes for Portable {
     unsafe fn zeros(zeros: *const u8) -> Self::Acc {
         // SAFETY: the caller passes 8 readable bytes.
         let zeros = unsafe { zeros.cast::<[u8; LANES / 2]>().read_unaligned() };
-        std::array::from_fn(|i| f32::from((zeros[i % 8] << (4 - i / 8 * 4)).cast_signed() >> 4))
+        std::array::from_fn(|i| f32::from(zeros[i % 8] >> (i / 8 * 4) & 15))
     }
 
     #[inline(always)]
@@ -265,6 +261,9 @@ impl Lanes for Portable {
 
     #[inline(always)]
     unsafe fn prefetch(_address: *const u16) {}
+
+    #[inline(always)]
+    unsafe fn prefetch_near(_address: *const u16) {}
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -274,7 +273,7 @@ pub use x86::{Avx2, Avx512Bf16};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{E4M3_SMALL_BYTES, INT4_BYTES, LINE, Lanes};
+    use super::{E4M3_SMALL_BYTES, INT4_RAISED_BITS, LINE, Lanes};
 
     /// Sixteen E4M3, in the upper bytes of words, as fp32, 2^-8 of them: as half precision they are that by their bits
     /// alone, one place lower. The conversion takes subnormal ones as they are in any floating-point mode.
@@ -287,12 +286,8 @@ mod x86 {
         }
     }
 
-    /// Sixteen bytes, in each half of a register.
-    #[inline(always)]
-    unsafe fn twice(table: &[u8; 16]) -> __m256i {
-        // SAFETY: the caller's processor has AVX2, and an array of sixteen bytes is readable.
-        unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast())) }
-    }
+    /// Of `VPTERNLOG`: a & b | c.
+    const AND_OR: i32 = 0xea;
 
     /// Sixteen bytes, in each quarter of a register.
     #[inline(always)]
@@ -306,15 +301,14 @@ mod x86 {
     unsafe fn numbers(lines: __m256i, index: usize, high_halves: __m256i) -> [__m256; 2] {
         // SAFETY: the caller's processor has AVX2.
         unsafe {
-            let bytes = if index < 2 { lines } else { _mm256_srli_epi16::<4>(lines) };
-            let bits = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
-            let low = _mm256_shuffle_epi8(twice(&INT4_BYTES[0]), bits);
-            let high = _mm256_shuffle_epi8(twice(&INT4_BYTES[1]), bits);
-            let words = match index % 2 {
-                0 => _mm256_unpacklo_epi8(low, high),
-                _ => _mm256_unpackhi_epi8(low, high),
+            let bits = match index {
+                0 => lines,
+                1 => _mm256_srli_epi16::<4>(lines),
+                2 => _mm256_srli_epi16::<8>(lines),
+                _ => _mm256_srli_epi16::<12>(lines),
             };
-            widened(words, high_halves)
+            let bits = _mm256_and_si256(bits, _mm256_set1_epi16(15));
+            widened(_mm256_or_si256(bits, _mm256_set1_epi16(INT4_RAISED_BITS)), high_halves)
         }
     }
 
@@ -390,9 +384,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn ones() -> Self::Line {
+        unsafe fn splat(value: f32) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX2.
-            unsafe { [[_mm256_set1_ps(1.0); 2]; 2] }
+            unsafe { [_mm256_set1_ps(value); 2] }
         }
 
         #[inline(always)]
@@ -442,9 +436,9 @@ mod x86 {
         unsafe fn zeros(zeros: *const u8) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX2, and 8 bytes are readable.
             unsafe {
-                let bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros.cast()));
-                let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(bytes));
-                [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srai_epi32::<4>(bytes))]
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(zeros.cast()));
+                let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+                [_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(bytes))]
             }
         }
 
@@ -504,6 +498,12 @@ mod x86 {
             // SAFETY: a prefetch never faults.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
         }
+
+        #[inline(always)]
+        unsafe fn prefetch_near(address: *const u16) {
+            // SAFETY: a prefetch never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        }
     }
 
     /// AVX-512 BF16: one register, one `VDPBF16PS` for a line and a column.
@@ -555,9 +555,9 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn ones() -> Self::Line {
-            // SAFETY: the trait's contract: the processor has AVX-512; both types are 512 plain bits.
-            unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi16(0x3f80)) }
+        unsafe fn splat(value: f32) -> Self::Acc {
+            // SAFETY: the trait's contract: the processor has AVX-512.
+            unsafe { _mm512_set1_ps(value) }
         }
 
         #[inline(always)]
@@ -577,8 +577,6 @@ mod x86 {
             // SAFETY: the trait's contract: the processor has AVX-512. A byte is seeee mmm; the bf16 of a normal number
             // is s0111eee emmm0000. Small ones are looked up, by their lowest four bits.
             unsafe {
-                // a & b | c
-                const AND_OR: i32 = 0xea;
                 let small_low = four_times(&E4M3_SMALL_BYTES[0]);
                 let small_high = four_times(&E4M3_SMALL_BYTES[1]);
                 let is_small = _mm512_testn_epi8_mask(lines, _mm512_set1_epi8(0x70));
@@ -604,17 +602,17 @@ mod x86 {
 
         #[inline(always)]
         unsafe fn int4(lines: Self::Int4s, index: usize, _constants: Self::Constants) -> Self::Line {
-            // SAFETY: the trait's contract: the processor has AVX-512. Tables of bytes and unpacking are four
-            // operations of one port for two lines; one table of words would be four, too (`VPERMW` is two).
+            // SAFETY: the trait's contract: the processor has AVX-512; both types are 512 plain bits.
             unsafe {
-                let bytes = if index < 2 { lines } else { _mm512_srli_epi16::<4>(lines) };
-                let bits = _mm512_and_si512(bytes, _mm512_set1_epi8(15));
-                let low = _mm512_shuffle_epi8(four_times(&INT4_BYTES[0]), bits);
-                let high = _mm512_shuffle_epi8(four_times(&INT4_BYTES[1]), bits);
-                std::mem::transmute::<__m512i, __m512bh>(match index % 2 {
-                    0 => _mm512_unpacklo_epi8(low, high),
-                    _ => _mm512_unpackhi_epi8(low, high),
-                })
+                let bits = match index {
+                    0 => lines,
+                    1 => _mm512_srli_epi16::<4>(lines),
+                    2 => _mm512_srli_epi16::<8>(lines),
+                    _ => _mm512_srli_epi16::<12>(lines),
+                };
+                let (lowest, raised) = (_mm512_set1_epi16(15), _mm512_set1_epi16(INT4_RAISED_BITS));
+                let number = _mm512_ternarylogic_epi32::<AND_OR>(bits, lowest, raised);
+                std::mem::transmute::<__m512i, __m512bh>(number)
             }
         }
 
@@ -631,9 +629,9 @@ mod x86 {
         unsafe fn zeros(zeros: *const u8) -> Self::Acc {
             // SAFETY: the trait's contract: the processor has AVX-512, and 8 bytes are readable.
             unsafe {
-                let bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(zeros.cast()));
-                let low = _mm256_srai_epi32::<28>(_mm256_slli_epi32::<28>(bytes));
-                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), _mm256_srai_epi32::<4>(bytes));
+                let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(zeros.cast()));
+                let low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), _mm256_srli_epi32::<4>(bytes));
                 _mm512_cvtepi32_ps(both)
             }
         }
@@ -672,6 +670,12 @@ mod x86 {
         unsafe fn prefetch(address: *const u16) {
             // SAFETY: a prefetch never faults.
             unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn prefetch_near(address: *const u16) {
+            // SAFETY: a prefetch never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
         }
     }
 }

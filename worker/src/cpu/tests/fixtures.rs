@@ -79,7 +79,7 @@ fixtures! {
 /// In every instruction set, on any number of ranks, in steps of any number of rows.
 #[test]
 fn groups_have_the_same_bits_in_any_arrangement() {
-    let isas = [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available());
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
     for (isa, (name, _)) in isas.flat_map(|isa| TINY.map(|tiny| (isa, tiny))) {
         let prompt = golden::read(&fixture(name)).remove(0);
         let requests: Vec<_> = (0..64).map(|i| Request::greedy(&prompt.ids[..1 + i % prompt.ids.len()], 2)).collect();
@@ -103,7 +103,7 @@ fn groups_have_the_same_bits_in_any_arrangement() {
 
 #[test]
 fn groups_with_scales_that_round_no_weight_are_close_to_bf16() {
-    let isas = [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available());
+    let isas = Isa::ALL.into_iter().filter(|isa| isa.available());
     for (isa, (name, _)) in isas.flat_map(|isa| TINY.map(|tiny| (isa, tiny))) {
         let prompt = golden::read(&fixture(name)).remove(0);
         let requests: Vec<_> = (1..=prompt.ids.len()).map(|end| Request::greedy(&prompt.ids[..end], 1)).collect();

@@ -26,12 +26,13 @@ fn panel(data: &[u16], tiles: usize, leaves: usize, leaf_pairs: usize) -> Panel<
 }
 
 fn isas() -> Vec<Isa> {
-    [Isa::Avx512Bf16, Isa::Avx2, Isa::Portable].into_iter().filter(|isa| isa.available()).collect()
+    Isa::ALL.into_iter().filter(|isa| isa.available()).collect()
 }
 
 fn run(isa: Isa, panel: Panel<'_>, x: Columns<'_>) -> Vec<u32> {
     let mut out = vec![f32::NAN; x.count * panel.tiles * LANES];
-    product(isa, panel, x, &mut out);
+    let of_inputs = if panel.is_raised() { sums_of_inputs(isa, &panel, &x) } else { Box::default() };
+    product(isa, panel, x, &of_inputs, &mut out);
     out.into_iter().map(f32::to_bits).collect()
 }
 
@@ -66,7 +67,7 @@ fn bits_depend_neither_on_other_columns_nor_on_the_tiles_beside() {
     let weights = random(3, tiles * k * LANES);
     let whole = panel(&weights, tiles, leaves, leaf_pairs);
     for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-        let mut x = random(4, 8 * parts * k);
+        let mut x = random(4, MAX_COLUMNS * parts * k);
         let own = x[3 * parts * k..4 * parts * k].to_vec();
         let alone = run(isa, whole.tiles(6, 1), Columns { data: &own, stride: k, count: 1, parts });
         for poison in [false, true] {
@@ -74,11 +75,52 @@ fn bits_depend_neither_on_other_columns_nor_on_the_tiles_beside() {
                 x.fill(bf16::NAN.to_bits());
                 x[3 * parts * k..4 * parts * k].copy_from_slice(&own);
             }
-            for count in 4..=8 {
+            for count in (4..=9).chain([16, 17, 24, 31, 32]) {
                 let all = run(isa, whole, Columns { data: &x, stride: k, count, parts });
                 assert_eq!(all[3 * tiles * LANES + 6 * LANES..][..LANES], alone, "{isa} {parts} {count}");
             }
         }
+    }
+}
+
+/// What the module says of blocks: products of even k and of odd k have a sum each, the high and the low part their
+/// own.
+#[test]
+fn amx_adds_blocks_of_even_and_odd_products() {
+    if !Isa::Amx.available() {
+        eprintln!("skipped: this processor has no AMX, or the system does not let it be used");
+        return;
+    }
+    // A leaf is a block and a half.
+    let (tiles, leaves, leaf_pairs) = (5, 4, 24);
+    let (leaf, k) = (2 * leaf_pairs, 2 * leaves * leaf_pairs);
+    let (weights, x) = (random(12, tiles * k * LANES), random(13, 3 * 2 * k));
+    let value = |bits: u16| bf16::from_bits(bits).to_f32();
+    for parts in [1, 2] {
+        let columns = Columns { data: &x, stride: k, count: 3, parts };
+        let got = run(Isa::Amx, panel(&weights, tiles, leaves, leaf_pairs), columns);
+        let mut differ_from_one_chain = 0;
+        for (column, row) in (0..3).flat_map(|column| (0..tiles * LANES).map(move |row| (column, row))) {
+            let weight = |i: usize| value(weights[(row / LANES * k / 2 + i / 2) * LINE + row % LANES * 2 + i % 2]);
+            let of_part = |part: usize, i: usize| weight(i) * value(x[(column * parts + part) * k + i]);
+            let sum_of_leaf = |of: usize| {
+                let of_part = |part: usize| {
+                    (of * leaf..(of + 1) * leaf).step_by(LINE).fold(0.0, |sum, first| {
+                        let end = (first + LINE).min((of + 1) * leaf);
+                        let side =
+                            |side: usize| (first + side..end).step_by(2).fold(0.0f32, |sum, i| sum + of_part(part, i));
+                        sum + (side(0) + side(1))
+                    })
+                };
+                if parts == 1 { of_part(0) } else { of_part(0) + of_part(1) }
+            };
+            let sums: Vec<f32> = (0..leaves).map(sum_of_leaf).collect();
+            let expected = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            assert_eq!(got[column * tiles * LANES + row], expected.to_bits(), "{parts} {column} {row}");
+            let chain = (0..k).fold(0.0f32, |sum, i| (0..parts).fold(sum, |sum, part| sum + of_part(part, i)));
+            differ_from_one_chain += usize::from(chain.to_bits() != expected.to_bits());
+        }
+        assert!(differ_from_one_chain > 3 * tiles * LANES / 2, "{differ_from_one_chain}");
     }
 }
 
@@ -155,6 +197,7 @@ fn a_short_column_is_refused() {
         Isa::Portable,
         panel(&weights, 1, 1, 8),
         Columns { data: &[0; 15], stride: 16, count: 1, parts: 1 },
+        &[],
         &mut [0.0; 16],
     );
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::*;
-use crate::cpu::kernels::lanes::int4_place;
+use crate::cpu::kernels::lanes::{INT4_RAISED, int4_place};
 use crate::model::format::{GROUP_SCALE_MAX, GROUP_SCALE_MIN};
 use crate::plan::Leaves;
 
@@ -36,6 +36,7 @@ impl Grouped {
         bf16::from_f32((self.scale)(self.random(1, row, group))).to_f32()
     }
 
+    /// As it is stored, or in the middle.
     fn zero(&self, row: usize, group: usize) -> u8 {
         if self.format.has_zeros() { self.random(2, row, group) as u8 % 16 } else { 8 }
     }
@@ -51,11 +52,11 @@ impl Grouped {
         matches!(self.format, WeightFormat::Int4 { .. })
     }
 
-    /// What kernels multiply with: 4 bits less 8, E4M3 over [`E4M3_RAISED`].
+    /// What kernels multiply with: 4 bits and [`INT4_RAISED`], E4M3 over [`E4M3_RAISED`].
     fn number(&self, row: usize, leaf: usize, column: usize) -> f32 {
         let group = self.group_of((self.first_leaf + leaf) * self.k.len + column);
         let stored = self.stored(row, leaf, column).unwrap_or(self.padding(row, group));
-        if self.four_bits() { f32::from(stored) - 8.0 } else { from_e4m3(stored).to_f32() / E4M3_RAISED }
+        if self.four_bits() { INT4_RAISED + f32::from(stored) } else { from_e4m3(stored).to_f32() / E4M3_RAISED }
     }
 
     /// Each run of a leaf: its group, its first pair, and its pairs.
@@ -89,7 +90,7 @@ impl Grouped {
                         for (line, i) in (0..4).flat_map(|line| (0..LINE).map(move |i| (line, i))) {
                             // What lies behind a run is not looked at.
                             let bits = match pairs.contains(&(first + line)) {
-                                true => stored(tile * ROWS + i / 2, 2 * (first + line) + i % 2) ^ 8,
+                                true => stored(tile * ROWS + i / 2, 2 * (first + line) + i % 2),
                                 false => 5,
                             };
                             let (byte, high) = int4_place(line, i / 2, i % 2);
@@ -104,7 +105,7 @@ impl Grouped {
                 }
                 out.extend(rows.clone().flat_map(|row| bf16::from_f32(self.scale(row, group)).to_le_bytes()));
                 if self.format.has_zeros() {
-                    let zero = |row: usize| self.zero(tile * ROWS + row, group) ^ 8;
+                    let zero = |row: usize| self.zero(tile * ROWS + row, group);
                     out.extend((0..8).map(|row| zero(row) | zero(row + 8) << 4));
                 }
             }
@@ -126,12 +127,12 @@ impl Grouped {
                         run(isa, panel(lines, 1, 1, pairs.len()), x).into_iter().map(f32::from_bits).collect()
                     };
                     let of_weights = product(&self.lines(tile, leaf, pairs.clone()));
-                    let of_inputs = product(&vec![bf16::ONE.to_bits(); pairs.len() * LINE]);
+                    let of_inputs = sum_of_inputs(isa, x, pairs.len());
                     for (row, sum) in sum.iter_mut().enumerate() {
                         let of_row = tile * ROWS + row;
                         let raised = if self.four_bits() { 1.0 } else { E4M3_RAISED };
-                        let zero = f32::from(self.zero(of_row, group)) - 8.0;
-                        let less = if self.format.has_zeros() { zero * of_inputs[row] } else { 0.0 };
+                        let too_much = INT4_RAISED + f32::from(self.zero(of_row, group));
+                        let less = if self.four_bits() { too_much * of_inputs } else { 0.0 };
                         *sum += self.scale(of_row, group) * raised * (of_weights[row] - less);
                     }
                 }
@@ -150,7 +151,8 @@ impl Grouped {
             for (group, pairs) in self.runs(leaf) {
                 let raised = if self.four_bits() { 1.0 } else { f64::from(E4M3_RAISED) };
                 let scale = f64::from(self.scale(row, group)) * raised;
-                let zero = if self.four_bits() { f64::from(self.zero(row, group)) - 8.0 } else { 0.0 };
+                let zero = f64::from(INT4_RAISED) + f64::from(self.zero(row, group));
+                let zero = if self.four_bits() { zero } else { 0.0 };
                 for column in 2 * pairs.start..2 * pairs.end {
                     let (number, x) = (f64::from(self.number(row, leaf, column)), x[leaf * self.k.padded + column]);
                     sum += (number - zero) * scale * x;
@@ -169,6 +171,27 @@ impl Grouped {
         let runs = Runs::new(self.format, self.k, self.first_leaf).unwrap();
         Panel::new(data, self.format, &[], self.tiles, (self.leaves, self.k.padded / 2, runs))
     }
+}
+
+/// The sum of the first pairs of a column, as a product of vector instructions: a tile whose rows are the pairs of
+/// sixteen, high and low parts after each other, times ones.
+fn sum_of_inputs(isa: Isa, x: Columns<'_>, pairs: usize) -> f32 {
+    let isa = if isa == Isa::Amx { Isa::Avx512Bf16 } else { isa };
+    let mut lines = Vec::new();
+    for first in (0..2 * pairs).step_by(LINE) {
+        for part in 0..x.parts {
+            let of_part = &x.data[part * x.stride + first..part * x.stride + (first + LINE).min(2 * pairs)];
+            lines.extend_from_slice(of_part);
+            lines.resize(lines.len().next_multiple_of(LINE), 0);
+        }
+    }
+    let (count, ones) = (lines.len() / LINE, vec![bf16::ONE.to_bits(); lines.len()]);
+    let ones = Columns { data: &ones, stride: 2 * count, count: 1, parts: 1 };
+    let mut lanes: Vec<f32> = run(isa, panel(&lines, 1, 1, count), ones).into_iter().map(f32::from_bits).collect();
+    for half in [8, 4, 2, 1] {
+        (0..half).for_each(|lane| lanes[lane] += lanes[lane + half]);
+    }
+    lanes[0]
 }
 
 fn formats(columns: u16) -> [WeightFormat; 3] {
@@ -215,13 +238,13 @@ fn groups_have_the_bits_of_sums_of_bf16_that_are_scaled() {
             let grouped = weights.panel(&packed);
             assert_eq!(packed.len(), 7 * grouped.tile_bytes);
             let length = leaves * k.padded;
-            let x = random(seed, 8 * 2 * length);
+            let x = random(seed, 18 * 2 * length);
             for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-                let x = Columns { data: &x, stride: length, count: 8, parts };
+                let x = Columns { data: &x, stride: length, count: 18, parts };
                 let expected = weights.expected(isa, x);
                 let mut room = vec![0; 7 * grouped.runs.expanded_bytes(format, leaves) / 2];
                 let expanded = expand(isa, grouped, &mut room);
-                for count in 1..=8 {
+                for count in (1..=8).chain([9, 16, 17, 18]) {
                     let (x, of_tile) = (Columns { count, ..x }, 7 * ROWS);
                     assert_eq!(
                         run(isa, grouped, x),
@@ -299,14 +322,14 @@ fn every_value_times_every_scale_is_exact() {
                 let bits = column as u8;
                 if four_bits {
                     let (byte, high) = int4_place(column / 2 % 4, row, column % 2);
-                    packed[column / 8 * 64 + byte] |= (bits ^ 8) << if high { 4 } else { 0 };
+                    packed[column / 8 * 64 + byte] |= bits << if high { 4 } else { 0 };
                 } else {
                     packed[column / 2 * LINE + row * 2 + column % 2] = if bits & 0x7f == 0x7f { 0 } else { bits };
                 }
             }
             packed.extend((0..ROWS).flat_map(|row| bf16::from_f32(scale(tile * ROWS + row)).to_le_bytes()));
             if format.has_zeros() {
-                packed.extend((0..8).map(|row| (zero_of(row) ^ 8) | (zero_of(row + 8) ^ 8) << 4));
+                packed.extend((0..8).map(|row| zero_of(row) | zero_of(row + 8) << 4));
             }
             let runs = Runs::new(format, Leaves { count: 1, len: columns, padded: columns }, 0).unwrap();
             let panel = Panel::new(&packed, format, &[], 1, (1, columns / 2, runs));

@@ -3,8 +3,8 @@
 //! after the layers.
 //!
 //! Weights stream through units of one head or four row tiles; all rows of the step share a pass over them, in blocks
-//! of [`MAX_COLUMNS`] that kernels cut as their registers have room. Where a phase writes a buffer, its units own disjoint parts of it; the join at its end publishes
-//! them.
+//! of [`MAX_COLUMNS`] that kernels cut as their registers have room. Where a phase writes a buffer, its units own
+//! disjoint parts of it; the join at its end publishes them.
 #![allow(unsafe_code)]
 
 mod activations;

@@ -108,8 +108,8 @@ pub const fn int4_place(line: usize, lane: usize, k: usize) -> (usize, bool) {
     (lane * 4 + k * 2 + line / 2, line % 2 == 1)
 }
 
-/// Low and high bytes of the bf16 of E4M3 whose three highest bits of the exponent are zero: whole multiples of 2^-9 (of
-/// 2^-17, here), by the four bits that remain.
+/// Low and high bytes of the bf16 of E4M3 whose three highest bits of the exponent are zero: whole multiples of 2^-9
+/// (of 2^-17, here), by the four bits that remain.
 #[cfg(target_arch = "x86_64")]
 const E4M3_SMALL_BYTES: [[u8; 16]; 2] = bytes_of({
     let mut numbers = [0.0; 16];

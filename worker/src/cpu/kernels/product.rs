@@ -1,11 +1,11 @@
 //! `y = W x` over packed tiles: the kernel that weights stream through.
 //!
-//! Arithmetic of one output (row, column) with vector instructions ([`vectors`]): each leaf starts from zero and ascends
-//! K two at a time in one fp32 accumulator (which of the two comes first is up to the instruction set: see
+//! Arithmetic of one output (row, column) with vector instructions ([`vectors`]): each leaf starts from zero and
+//! ascends K two at a time in one fp32 accumulator (which of the two comes first is up to the instruction set: see
 //! [`Lanes::dot`]); leaves combine as the binary tree of [`crate::plan::tree`]. Where a column is split in a high and a
 //! low part, each step of K adds both, high first. AMX has an order of its own within a leaf ([`amx`]), and so a bit
-//! domain of its own. How many tiles and columns run interleaved changes only what happens between two operations of one
-//! accumulator, never their order: bits do not depend on it.
+//! domain of its own. How many tiles and columns run interleaved changes only what happens between two operations of
+//! one accumulator, never their order: bits do not depend on it.
 //!
 //! Weights in groups have no scale on their way into a sum. Each run of a leaf, what it has of one group, is a sum of
 //! its own that starts from zero; times the group's scale (a rounding) it is added to the leaf's sum (another). Weights

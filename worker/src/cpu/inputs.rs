@@ -9,6 +9,8 @@ use super::kernels::LINE;
 use super::kernels::isa::Isa;
 use super::kernels::product::{Columns, MAX_COLUMNS, Panel, product, sums_of_inputs};
 use super::memory::{Buffer, Disjoint, OutOfMemory};
+use super::team::Team;
+use crate::plan::Runs;
 use crate::plan::rounding::RoundingPoint;
 
 /// `[rows][parts]` vectors of `len` bf16, a cache line apart: widths are powers of two, and the vectors of eight rows
@@ -18,9 +20,12 @@ pub struct Inputs {
     values: Buffer<u16>,
     len: usize,
     parts: usize,
-    /// [`sums_of_inputs`] of each block of rows that a product takes, once it is asked for.
-    sums: Box<[OnceLock<Box<[f32]>>]>,
+    /// [`sums_of_inputs`] of each block of rows that a product takes, once they are asked for.
+    sums: Box<[OnceLock<Sums>]>,
 }
+
+/// Of a block of rows, and of runs that all tiles of a product have in common.
+type Sums = (Runs, Box<[f32]>);
 
 /// Lets the units of one job write disjoint parts of the rows.
 #[derive(Debug)]
@@ -60,19 +65,32 @@ impl Inputs {
         Columns { data, stride, count: MAX_COLUMNS.min(rows - first), parts: self.parts }
     }
 
-    /// Writes the product of a panel and those columns.
-    pub fn product(&self, isa: Isa, panel: Panel<'_>, (first, rows): (usize, usize), out: &mut [f32]) {
-        let columns = self.columns(first, rows);
-        if !panel.is_raised() {
-            return product(isa, panel, columns, &[], out);
+    /// Sums what products with a panel take off, where there are several blocks of rows: in parallel, because each
+    /// thread would want the same block at the same time.
+    pub fn sum(&self, isa: Isa, team: &Team, panel: &Panel<'_>, rows: usize) {
+        if panel.is_raised() && rows > MAX_COLUMNS {
+            team.for_each(rows.div_ceil(MAX_COLUMNS), |block| {
+                self.sums(isa, panel, (block * MAX_COLUMNS, rows));
+            });
         }
+    }
+
+    /// Writes the product of a panel and those columns. `first` is a multiple of [`MAX_COLUMNS`].
+    pub fn product(&self, isa: Isa, panel: Panel<'_>, block: (usize, usize), out: &mut [f32]) {
+        let sums = if panel.is_raised() { self.sums(isa, &panel, block) } else { &[] };
+        product(isa, panel, self.columns(block.0, block.1), sums, out);
+    }
+
+    fn sums(&self, isa: Isa, panel: &Panel<'_>, (first, rows): (usize, usize)) -> &[f32] {
+        assert!(first.is_multiple_of(MAX_COLUMNS), "row {first} begins no block");
         let known = &self.sums[first / MAX_COLUMNS];
-        let sums = known.get().unwrap_or_else(|| {
+        let (runs, sums) = known.get().unwrap_or_else(|| {
             // Nobody waits for another: who comes at the same time finds the same.
-            let _ = known.set(sums_of_inputs(isa, &panel, &columns));
+            let _ = known.set((panel.runs(), sums_of_inputs(isa, panel, &self.columns(first, rows))));
             known.get().expect("sums, because they were set now or before")
         });
-        product(isa, panel, columns, sums, out);
+        assert_eq!(*runs, panel.runs(), "one product has these inputs");
+        sums
     }
 }
 
@@ -102,6 +120,9 @@ impl Writer<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::team::Placement;
+    use crate::model::WeightFormat;
+    use crate::plan::Leaves;
     use crate::plan::rounding::ROUNDING;
 
     #[test]
@@ -121,6 +142,28 @@ mod tests {
             for (i, expected) in values.into_iter().map(f64::from).enumerate() {
                 let got: f64 = row.chunks_exact(columns.stride).map(|part| value(part[8 + i])).sum();
                 assert!((got - expected).abs() <= expected.abs() * error, "{point:?} {i}: {got} {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_those_of_what_was_written_last() {
+        let format = WeightFormat::Int4 { columns: 32, zeros: false };
+        let runs = Runs::new(format, Leaves { count: 1, len: 64, padded: 64 }, 0).unwrap();
+        let data = vec![0; runs.bytes(format, 1)];
+        let panel = Panel::new(&data, format, &[], 1, (1, 32, runs));
+        let team = Team::new(2, Placement::Floating, true).unwrap();
+        let rows = MAX_COLUMNS + 3;
+        let mut inputs = Inputs::zeroed(RoundingPoint::MlpInput, rows, 64).unwrap();
+        for value in [1.0, 2.0] {
+            let writer = inputs.writer();
+            // SAFETY: one thread.
+            (0..rows).for_each(|row| unsafe { writer.write(row, 0, &[value * row as f32; 64]) });
+            inputs.sum(Isa::Portable, &team, &panel, rows);
+            for (first, count) in [(0, MAX_COLUMNS), (MAX_COLUMNS, 3)] {
+                let sums = inputs.sums(Isa::Portable, &panel, (first, rows));
+                let expected = (first..first + count).flat_map(|row| [32.0 * value * row as f32; 2]);
+                assert_eq!(sums, expected.collect::<Vec<_>>());
             }
         }
     }

@@ -108,6 +108,7 @@ impl Pass<'_> {
         let panel = shard.weights.panel(layer, which);
         let x = if which == Product::Down { &self.x.gated } else { &self.x.attended };
         let expansions = &self.x.expansions;
+        x.sum(shard.isa, self.team, &panel, rows);
         let residual = Disjoint::new(&mut self.x.residual);
         let partial = |slice: usize, out: &mut [f32]| {
             let panel = unit_of(panel, slice);

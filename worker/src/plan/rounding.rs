@@ -75,8 +75,8 @@ impl Backend {
 
 impl RoundingPoint {
     /// On CPUs: how many bf16 a value becomes. 1: it is rounded. 2: it is split in `high = bf16(x)` and
-    /// `low = bf16(x - high)`, which keep 16 bits of its significand; the product adds the terms of both for each k,
-    /// high first.
+    /// `low = bf16(x - high)`, which keep 16 bits of its significand; the product adds the terms of both, in the
+    /// order of its instruction set.
     ///
     /// Split is what the accuracy of the logits asks for (0.01 relative L2, see the decoder's tests): all that bears on
     /// attention, and the LM head. Gate, up and down are three quarters of the weights and round once.

@@ -12,7 +12,7 @@ use super::attention::{Page, View, attend};
 use super::isa::{FlushDenormals, Isa};
 use super::lanes::{LANES, LINE};
 use super::norm::{head_norm, rms_norm};
-use super::product::{Columns, Panel, product};
+use super::product::{Columns, Panel, product, sums_of_inputs};
 use crate::math::{exp, ln, silu};
 use crate::model::WeightFormat;
 use crate::plan::{Leaves, PAGE_POSITIONS, Runs};
@@ -53,6 +53,10 @@ fn products(isa: Isa) -> Vec<f32> {
     let weights: Vec<u16> = (0..tiles * leaves * leaf_pairs * LINE).map(|i| half(1, i)).collect();
     let (data, format) = (bytemuck::cast_slice(&weights), WeightFormat::Bf16);
     let panel = Panel::new(data, format, &[], tiles, (leaves, leaf_pairs, Runs::whole(leaf_pairs)));
+    // The same bytes as 4 bits: only sums of inputs are asked for.
+    let packed = WeightFormat::Int4 { columns: 32, zeros: true };
+    let runs = Runs::new(packed, Leaves { count: leaves, len: 2 * leaf_pairs, padded: 2 * leaf_pairs }, 0);
+    let raised = runs.map(|runs| Panel::new(data, packed, &[], 2, (leaves, leaf_pairs, runs)));
     let mut results = Vec::new();
     for parts in [1, 2] {
         let vector = parts * k;
@@ -61,6 +65,8 @@ fn products(isa: Isa) -> Vec<f32> {
         let mut out = vec![0.0; count * tiles * LANES];
         product(isa, panel, Columns { data: &columns, stride: k, count, parts }, &[], &mut out);
         results.extend(out);
+        let columns = Columns { data: &columns, stride: k, count, parts };
+        results.extend(raised.iter().flat_map(|panel| sums_of_inputs(isa, panel, &columns)));
     }
     results
 }

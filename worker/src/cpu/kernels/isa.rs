@@ -27,7 +27,7 @@ pub enum IsaError {
     #[error("{ISA_VARIABLE}={0:?} is no instruction set; use amx, avx512bf16, avx2 or portable")]
     Unknown(String),
     /// The processor lacks it.
-    #[error("this processor has no {0}; unset {ISA_VARIABLE} or use portable")]
+    #[error("this processor has no {0}, or the system does not permit it; unset {ISA_VARIABLE} or use portable")]
     Missing(Isa),
 }
 

@@ -57,6 +57,8 @@ pub struct Panel<'a> {
     leaves: usize,
     leaf_pairs: usize,
     runs: Runs,
+    /// Runs of all leaves.
+    run_count: usize,
 }
 
 /// Activations: up to [`MAX_COLUMNS`] columns, each of one or two vectors of `2 * leaves * leaf_pairs` bf16. The second
@@ -90,15 +92,22 @@ impl<'a> Panel<'a> {
         assert!(leaves.is_power_of_two() && leaves <= MAX_LEAVES, "{leaves} leaves");
         assert!(tiles > 0 && leaf_pairs > 0, "an empty panel");
         assert_eq!(runs.of(0).sum::<usize>(), leaf_pairs, "pairs of the runs of a leaf");
+        let run_count = (0..leaves).map(|leaf| runs.of(leaf).count()).sum();
+        assert!(format.group().is_some() || run_count == leaves, "{run_count} runs without groups");
         let tile_bytes = runs.bytes(format, leaves);
         let end = tiles * tile_bytes;
         assert!(end <= data.len(), "a panel of {} bytes ends at {end}", data.len());
-        Self { data, format, expanded: false, scales, tiles, tile_bytes, leaves, leaf_pairs, runs }
+        Self { data, format, expanded: false, scales, tiles, tile_bytes, leaves, leaf_pairs, runs, run_count }
     }
 
     /// Row tiles.
     pub fn row_tiles(&self) -> usize {
         self.tiles
+    }
+
+    /// Where scales end in the leaves.
+    pub fn runs(&self) -> Runs {
+        self.runs
     }
 
     /// What the weights are stored in.
@@ -152,8 +161,8 @@ impl<'a> Panel<'a> {
 /// If a length does not fit, or this processor lacks `isa`.
 pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, of_inputs: &[f32], out: &mut [f32]) {
     panel.check_product(&x, out);
-    let runs = if panel.is_raised() { (0..panel.leaves).map(|leaf| panel.runs.of(leaf).count()).sum() } else { 0 };
-    assert_eq!(of_inputs.len(), runs * x.count, "sums of the inputs of {runs} runs");
+    let sums = if panel.is_raised() { panel.run_count * x.count } else { 0 };
+    assert_eq!(of_inputs.len(), sums, "sums of the inputs of {} runs and {} columns", panel.run_count, x.count);
     run(isa, &panel, Job::Product(&x, of_inputs, out));
 }
 
@@ -165,7 +174,7 @@ pub fn product(isa: Isa, panel: Panel<'_>, x: Columns<'_>, of_inputs: &[f32], ou
 /// If a length does not fit, or this processor lacks `isa`.
 pub fn sums_of_inputs(isa: Isa, panel: &Panel<'_>, x: &Columns<'_>) -> Box<[f32]> {
     panel.check_columns(x);
-    let mut sums = Vec::new();
+    let mut sums = Vec::with_capacity(panel.run_count * x.count);
     run(isa, panel, Job::Inputs(x, &mut sums));
     sums.into()
 }

@@ -30,6 +30,7 @@ impl Pass<'_> {
         let (input, turns) = ((&self.x.attention_input, &self.x.expansions), &self.x.turns);
         let queries = Disjoint::new(&mut self.x.queries);
         let pool = Disjoint::new(&mut self.x.pool);
+        input.0.sum(shard.isa, self.team, &panel, rows.len());
         let head_unit = |head: usize| {
             let panel = panel.tiles(head * d / LANES, d / LANES);
             let mut out = [0.0; MAX_COLUMNS * MAX_HEAD_DIM];

@@ -23,6 +23,7 @@ impl Pass<'_> {
         let width = shard.rank.intermediate.len();
         let panel = shard.weights.panel(layer, Product::GateUp);
         let (input, gated) = ((&self.x.mlp_input, &self.x.expansions), self.x.gated.writer());
+        input.0.sum(shard.isa, self.team, &panel, rows);
         let unit = |unit: usize| {
             let panel = unit_of(panel, unit);
             let mut out = [0.0; MAX_COLUMNS * SLICE];

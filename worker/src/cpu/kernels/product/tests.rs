@@ -62,7 +62,8 @@ fn agrees_with_double_precision() {
 
 #[test]
 fn bits_depend_neither_on_other_columns_nor_on_the_tiles_beside() {
-    let (tiles, leaves, leaf_pairs) = (11, 16, 8);
+    // A leaf is a block of AMX and a half.
+    let (tiles, leaves, leaf_pairs) = (11, 16, 24);
     let k = 2 * leaves * leaf_pairs;
     let weights = random(3, tiles * k * LANES);
     let whole = panel(&weights, tiles, leaves, leaf_pairs);
@@ -155,9 +156,9 @@ fn e4m3_have_the_bits_of_the_same_weights_as_bf16() {
     assert_eq!((0..=255u8).filter(|of| bits.contains(of)).count(), 254);
     let same = |bits: &u8| bf16::from_f32(from_e4m3(*bits).to_f32() / E4M3_RAISED).to_bits();
     let plain: Vec<u16> = bits.iter().map(same).collect();
-    let x = random(10, 8 * 2 * k);
+    let x = random(10, MAX_COLUMNS * 2 * k);
     for (isa, parts) in isas().into_iter().flat_map(|isa| [(isa, 1), (isa, 2)]) {
-        for count in 1..=8 {
+        for count in (1..=9).chain([17, 32]) {
             let x = Columns { data: &x, stride: k, count, parts };
             let bf16 = panel(&plain, tiles, leaves, leaf_pairs);
             let e4m3 = Panel::new(&bits, WeightFormat::E4m3, &[], tiles, (leaves, leaf_pairs, Runs::whole(leaf_pairs)));

@@ -75,7 +75,8 @@ impl Inputs {
         }
     }
 
-    /// Writes the product of a panel and those columns. `first` is a multiple of [`MAX_COLUMNS`].
+    /// Writes the product of a panel and [`Inputs::columns`] of `block`: its first row, a multiple of [`MAX_COLUMNS`],
+    /// and the rows of the step.
     pub fn product(&self, isa: Isa, panel: Panel<'_>, block: (usize, usize), out: &mut [f32]) {
         let sums = if panel.is_raised() { self.sums(isa, &panel, block) } else { &[] };
         product(isa, panel, self.columns(block.0, block.1), sums, out);

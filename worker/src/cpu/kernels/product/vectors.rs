@@ -129,7 +129,8 @@ unsafe fn block<L: Lanes, S: Stored, const T: usize, const C: usize, const P: us
         let mut open = [[[L::zero(); C]; T]; TREE_DEPTH];
         for leaf in 0..panel.leaves {
             let mut acc = [[L::zero(); C]; T];
-            // Behind a tile's end lies one that runs beside it: what is asked for is the next one of its turn.
+            // Behind a tile's end lies one that runs beside it: in the last leaf (of one leaf: everywhere) what is
+            // asked for is the next one of its turn.
             let is_last = (leaf + 1) * leaf_bytes + distance > panel.tile_bytes;
             tiles.ahead = if is_last { distance + (T - 1) * panel.tile_bytes } else { distance };
             for run in panel.runs.of(leaf) {

@@ -168,9 +168,9 @@ template <class P, Cut CUT> struct Consumer {
 #pragma unroll
     for (int r = 0; r < kStageSteps / P::run_steps; r++) {
       const auto scales = RunScales<P::format>::load(at + r * stride);
+      const auto weights = StoredRun<P>::load(at + r * stride);
 #pragma unroll
-      for (int i = 0; i < P::run_steps; i++)
-        to[r * P::run_steps + i] = load_step<P>(at + r * stride, i).operand(scales);
+      for (int i = 0; i < P::run_steps; i++) to[r * P::run_steps + i] = weights.operand(i, scales);
     }
     __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
     if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot);

@@ -108,14 +108,17 @@ LP_DEVICE void multiply_steps(Consumer& consumer, u32 round, const u32 (*b)[2], 
     consumer.release(chunk, false);  // negative control
 #endif
     RunScales<P::format> scales[WIDTH];
+    StoredRun<P> weights[WIDTH];
 #pragma unroll
     for (int k = BEGIN; k < END; k++)
 #pragma unroll
       for (int n = 0; n < WIDTH; n++) {
         const u32 run = base + ((k - BEGIN) / P::run_steps * WIDTH + n) * P::run;
-        if (k % P::run_steps == 0) scales[n] = RunScales<P::format>::load(run);
-        const Stored<P::format> weights = load_step<P>(run, k % P::run_steps);
-        mma_m16n8k16(acc[n], weights.operand(scales[n]), b[k][0], b[k][1]);
+        if (k % P::run_steps == 0) {
+          scales[n] = RunScales<P::format>::load(run);
+          weights[n] = StoredRun<P>::load(run);
+        }
+        mma_m16n8k16(acc[n], weights[n].operand(k % P::run_steps, scales[n]), b[k][0], b[k][1]);
       }
     bool never = false;
 #pragma unroll

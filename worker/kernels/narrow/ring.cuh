@@ -4,8 +4,8 @@
 // common ring needs about 430 clocks a chunk).
 //
 // Bytes in flight are bounded, because flags queue behind them: a lane issues a chunk once the one kInFlight before it
-// in its ring has landed; the rest of the ring holds landed data. A paced stream has fewer of its bytes in flight: its rings
-// form groups, and at any time the rings of one group have none of them.
+// in its ring has landed; the rest of the ring holds landed data. A paced stream has fewer of its bytes in flight: its
+// rings form groups, and at any time the rings of one group have none of them.
 //
 // A ring that is full of landed chunks leaves memory idle while consumers wait for an exchange. Its lane then
 // prefetches later weights into L2, in small pieces: once the consumers go on, the ring fills faster from L2 than from
@@ -54,7 +54,7 @@ struct Producer {
 #pragma unroll
     for (u32 group = 0; group < GROUPS; group++) {
       const u32 others = GROUPS > 1 ? shuffle(chunk, (lane() + RINGS) % kRings) : 0;
-      issue_lanes<GROUPS>(on && (GROUPS == 1 || lane() / RINGS == group), others, from, bytes);
+      issue_lanes<GROUPS>(on && (GROUPS == 1 || lane() / RINGS == group), others, from, bytes, 0);
     }
   }
   /// Until the end of the next product's stream a full ring looks ahead to the block's unit number `unit` of a product:
@@ -83,15 +83,20 @@ struct Producer {
         const int part_end = k / kPartSteps * kPartSteps + kPartSteps,
                   leaf_end = part_end < P::leaf_steps ? part_end : P::leaf_steps;
         steps = leaf_end - k < most_steps ? leaf_end - k : most_steps;
+        const u8* from = leaf + k / P::run_steps * width * P::run;
+        const u32 bytes = steps / P::run_steps * width * P::run, stride = kRings * P::leaf_runs * width * P::run;
+        const auto has = [&](u32 w) { return P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end); };
+        if (GROUPS > 1 && issued < PACED) {
 #pragma unroll
-        for (u32 w = 0; w < kRingWarps; w++) {
-          const bool has = P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end);
-          const u8* from = leaf + (k / P::run_steps + w * kRings * P::leaf_runs) * width * P::run;
-          const u32 bytes = steps / P::run_steps * width * P::run;
-          if (PACED == kEveryChunk || issued < PACED) issue<GROUPS>(has, from, bytes);
-          else issue<1>(has, from, bytes);
-          issued++;
+          for (u32 w = 0; w < kRingWarps; w++) issue<GROUPS>(has(w), from + w * stride, bytes);
+        } else {
+          // A chunk for each warp of the ring, and no ring waits for another in between.
+          u32 warps = 0;
+#pragma unroll
+          for (u32 w = 0; w < kRingWarps; w++) warps |= (u32)has(w) << w;
+          issue_lanes<1>(warps, 0, from, bytes, stride);
         }
+        issued += kRingWarps;
       }
     }
     ahead_bytes = 0;
@@ -101,11 +106,12 @@ struct Producer {
   LP_DEVICE bool landed(u32 ring, u32 chunk) const {
     return mbarrier_test_wait(full_barrier(shared, ring, chunk), full_parity(chunk));
   }
-  /// A lane goes ahead as soon as its own chunk may: no ring waits for another.
-  template <u32 GROUPS> LP_DEVICE void issue_lanes(bool todo, u32 others, const u8* from, u32 bytes) {
+  /// A lane goes ahead as soon as its own chunk may: no ring waits for another. The chunks are those of the warps in
+  /// `todo`, a bit each; the second's lies `stride` behind the first's.
+  template <u32 GROUPS> LP_DEVICE void issue_lanes(u32 todo, u32 others, const u8* from, u32 bytes, u32 stride) {
     const u32 ring = lane();
     const Clocks begun = clocks();
-    while (any_lane(todo)) {
+    while (any_lane(todo != 0)) {
       if (!todo) continue;
       // Released: orders the warp's reads of the slot before the copy that overwrites it (block). Landed: bounds what
       // is in flight.
@@ -123,9 +129,10 @@ struct Producer {
       if (GROUPS > 1 && others > 0 && !landed((ring + kRings / GROUPS) % kRings, others - 1)) continue;
       const u32 barrier = full_barrier(shared, ring, chunk);
       mbarrier_expect(barrier, bytes);
-      bulk_load(slot_address(shared, ring, chunk), from, bytes, barrier, policy);
+      static_assert(kRingWarps <= 2, "a warp and the one `stride` behind it");
+      bulk_load(slot_address(shared, ring, chunk), todo & 1 ? from : from + stride, bytes, barrier, policy);
       chunk++;
-      todo = false;
+      todo &= todo - 1;
     }
   }
 };

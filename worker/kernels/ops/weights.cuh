@@ -9,85 +9,106 @@
 // Of groups a weight is scaled and rounded to bf16, so the bits are those of a bf16 model with these weights, 2^-40 of
 // what they are; the vectors are kRaised, 2^40. Four bits in the low ones of a bf16 are a subnormal, a number times
 // 2^-133 (and so is what lies four bits higher, 16 times as much), and the scales are 2^93 of what they are, and 2^89
-// those of the second row. Then (q - 8) * scale is one fused operation, whose last summand is exact, and so rounds once.
+// those of the second row. Then (q - 8) * scale is one fused operation, whose last summand is exact; it rounds once.
 #pragma once
 
-LP_DEVICE Quad from_e4m3(uint2 v) {
+LP_DEVICE Quad from_e4m3(u32 low, u32 high) {
   const auto first = [](u32 w) { return (w & 0x87808780u) | (w >> 8 & 0x00700070u); };
   const auto second = [](u32 w) { return w << 4 & 0x87f087f0u; };
-  return Quad{first(v.x), second(v.x), first(v.y), second(v.y)};
+  return Quad{first(low), second(low), first(high), second(high)};
 }
-
-/// What a lane's two rows, g and g + 8, are scaled by in a run that lies at `run` in shared memory.
-template <Format FORMAT> struct RunScales {
-  LP_DEVICE static RunScales load(u32) { return RunScales{}; }
-};
-/// Both halves of a word in either half word.
-LP_DEVICE u32 twice_low(u32 word) { return __byte_perm(word, word, 0x1010); }
-LP_DEVICE u32 twice_high(u32 word) { return __byte_perm(word, word, 0x3232); }
+/// A half of a word in both. Instructions on pairs take either half of an operand for both of theirs, so this costs
+/// none.
+LP_DEVICE u32 both_first(u32 word) {
+  u32 r;
+  asm("{.reg .b16 l,h;mov.b32 {l,h},%1;mov.b32 %0,{l,l};}" : "=r"(r) : "r"(word));
+  return r;
+}
+LP_DEVICE u32 both_second(u32 word) {
+  u32 r;
+  asm("{.reg .b16 l,h;mov.b32 {l,h},%1;mov.b32 %0,{h,h};}" : "=r"(r) : "r"(word));
+  return r;
+}
 /// A lane's word of a table of 8, one for each g.
 LP_DEVICE u32 load_rows(u32 table) { return load_shared_u32(table + (lane_index() >> 2) * 4); }
+
+/// How a lane's part of a fragment, the words at `stored`, becomes operand A: with the scales of its two rows, g and
+/// g + 8, a bf16 each of a word, in a run that lies at `run` in shared memory.
+template <Format FORMAT> struct RunScales;
+template <> struct RunScales<Format::kBf16> {
+  LP_DEVICE static RunScales load(u32) { return RunScales{}; }
+  LP_DEVICE Quad operand(const u32* stored) const { return Quad{stored[0], stored[1], stored[2], stored[3]}; }
+};
+template <> struct RunScales<Format::kE4m3> {
+  LP_DEVICE static RunScales load(u32) { return RunScales{}; }
+  LP_DEVICE Quad operand(const u32* stored) const { return from_e4m3(stored[0], stored[1]); }
+};
 template <> struct RunScales<Format::kE4m3Groups> {
-  u32 first, second;
+  u32 scales;
+  LP_DEVICE static RunScales load(u32 run) { return RunScales{load_rows(run)}; }
+  LP_DEVICE Quad operand(const u32* stored) const {
+    const Quad v = from_e4m3(stored[0], stored[1]);
+    const u32 first = both_first(scales), second = both_second(scales);
+    return Quad{multiply_bf16x2(v.x, first), multiply_bf16x2(v.y, second), multiply_bf16x2(v.z, first),
+                multiply_bf16x2(v.w, second)};
+  }
+};
+/// Four bits: `first` and `second` make bf16 of two weights of a row each.
+template <class F, class S> LP_DEVICE Quad from_int4(u32 word, const F& first, const S& second) {
+  const u32 next = word >> 8;
+  return Quad{first(word & 0x000f000fu), second(word & 0x00f000f0u), first(next & 0x000f000fu),
+              second(next & 0x00f000f0u)};
+}
+template <> struct RunScales<Format::kInt4> {
+  u32 scales, middles;  // -8 times scales
   LP_DEVICE static RunScales load(u32 run) {
     const u32 scales = load_rows(run);
-    return RunScales{twice_low(scales), twice_high(scales)};
+    return RunScales{scales, multiply_bf16x2(scales, 0x80808008u)};  // -8 * 2^-133, and 16 times as much
   }
-};
-template <> struct RunScales<Format::kInt4> {
-  u32 first, second, first_middle, second_middle;  // scales, and -8 times scales
-  LP_DEVICE static RunScales load(u32 run) {
-    const u32 scales = load_rows(run), first = twice_low(scales), second = twice_high(scales);
-    // -8 * 2^-133, and 16 times as much.
-    return RunScales{first, second, multiply_bf16x2(first, 0x80088008u), multiply_bf16x2(second, 0x80808080u)};
+  LP_DEVICE Quad operand(const u32* stored) const {
+    return from_int4(
+        stored[0], [&](u32 pair) { return fma_bf16x2(pair, both_first(scales), both_first(middles)); },
+        [&](u32 pair) { return fma_bf16x2(pair, both_second(scales), both_second(middles)); });
   }
-  LP_DEVICE u32 of_first(u32 pair) const { return fma_bf16x2(pair, first, first_middle); }
-  LP_DEVICE u32 of_second(u32 pair) const { return fma_bf16x2(pair, second, second_middle); }
 };
 template <> struct RunScales<Format::kInt4Zeros> {
-  u32 first, second, first_zero, second_zero;
-  LP_DEVICE static RunScales load(u32 run) {
-    const u32 scales = load_rows(run), zeros = load_rows(run + 32);
-    return RunScales{twice_low(scales), twice_high(scales), twice_low(zeros), twice_high(zeros)};
+  u32 scales, zeros;
+  LP_DEVICE static RunScales load(u32 run) { return RunScales{load_rows(run), load_rows(run + 32)}; }
+  LP_DEVICE Quad operand(const u32* stored) const {
+    const auto of = [](u32 pair, u32 zero, u32 scale) { return multiply_bf16x2(subtract_bf16x2(pair, zero), scale); };
+    return from_int4(
+        stored[0], [&](u32 pair) { return of(pair, both_first(zeros), both_first(scales)); },
+        [&](u32 pair) { return of(pair, both_second(zeros), both_second(scales)); });
   }
-  LP_DEVICE u32 of_first(u32 pair) const { return multiply_bf16x2(subtract_bf16x2(pair, first_zero), first); }
-  LP_DEVICE u32 of_second(u32 pair) const { return multiply_bf16x2(subtract_bf16x2(pair, second_zero), second); }
 };
 
-/// A lane's part of a fragment as it is stored, lane_bytes in shared memory.
-template <Format FORMAT> struct Stored {  // of four bits
-  u32 bits;
-  LP_DEVICE static Stored load(u32 address) { return Stored{load_shared_u32(address)}; }
-  /// Operand A.
-  LP_DEVICE Quad operand(const RunScales<FORMAT>& scales) const {
-    const u32 next = bits >> 8;
-    return Quad{scales.of_first(bits & 0x000f000fu), scales.of_second(bits & 0x00f000f0u),
-                scales.of_first(next & 0x000f000fu), scales.of_second(next & 0x00f000f0u)};
+/// This lane's parts of the fragments of a run of product P, its k16 steps ascending. They lie in pieces: steps whose
+/// parts are 16 bytes together, or what the run has, a lane's next to each other.
+template <class P> struct StoredRun {
+  static constexpr int step_words = P::lane_bytes / 4, piece_words = step_words * P::piece_steps;
+  u32 words[step_words * P::run_steps];
+
+  LP_DEVICE static StoredRun load(u32 run) {
+    StoredRun to;
+#pragma unroll
+    for (int i = 0; i < step_words * P::run_steps; i += piece_words) {
+      const u32 piece = run + P::header + (i * 32 + lane_index() * piece_words) * 4;
+      if constexpr (piece_words == 4) {
+        const Quad v = load_shared_16(piece);
+        to.words[i] = v.x, to.words[i + 1] = v.y, to.words[i + 2] = v.z, to.words[i + 3] = v.w;
+      } else if constexpr (piece_words == 2) {
+        const uint2 v = load_shared_8(piece);
+        to.words[i] = v.x, to.words[i + 1] = v.y;
+      } else {
+        to.words[i] = load_shared_u32(piece);
+      }
+    }
+    return to;
+  }
+  LP_DEVICE Quad operand(int step, const RunScales<P::format>& scales) const {
+    return scales.operand(words + step * step_words);
   }
 };
-template <> struct Stored<Format::kBf16> {
-  Quad bits;
-  LP_DEVICE static Stored load(u32 address) { return Stored{load_shared_16(address)}; }
-  LP_DEVICE Quad operand(const RunScales<Format::kBf16>&) const { return bits; }
-};
-template <> struct Stored<Format::kE4m3> {
-  uint2 bits;
-  LP_DEVICE static Stored load(u32 address) { return Stored{load_shared_8(address)}; }
-  LP_DEVICE Quad operand(const RunScales<Format::kE4m3>&) const { return from_e4m3(bits); }
-};
-template <> struct Stored<Format::kE4m3Groups> {
-  uint2 bits;
-  LP_DEVICE static Stored load(u32 address) { return Stored{load_shared_8(address)}; }
-  LP_DEVICE Quad operand(const RunScales<Format::kE4m3Groups>& scales) const {
-    const Quad v = from_e4m3(bits);
-    return Quad{multiply_bf16x2(v.x, scales.first), multiply_bf16x2(v.y, scales.second),
-                multiply_bf16x2(v.z, scales.first), multiply_bf16x2(v.w, scales.second)};
-  }
-};
-/// This lane's part of k16 step `step` of a run of product P at `run`.
-template <class P> LP_DEVICE Stored<P::format> load_step(u32 run, int step) {
-  return Stored<P::format>::load(run + P::header + step * P::fragment + lane_index() * P::lane_bytes);
-}
 
 /// Scale of row `row` of a layer's product, whose scales begin at `first` (Scales).
 LP_DEVICE float scale_of(const Launch& launch, u32 layer, int first, int row) {

@@ -46,7 +46,7 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
   if (k % C::steps == 0) at.stage = consumer.wait();
   // Others become operands one after the other, while products run.
   constexpr bool kStoredAsUsed = P::format == Format::kBf16;
-  Stored<P::format> a[STEPS][TILES];
+  StoredRun<P> a[STEPS / RUN][TILES];
   RunScales<P::format> scales[STEPS / RUN][TILES];
 #pragma unroll
   for (int r = 0; r < STEPS / RUN; r++)
@@ -54,8 +54,7 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
     for (int t = 0; t < TILES; t++) {
       const u32 run = at.stage + run_at(k % C::steps / RUN + r, t);
       scales[r][t] = on ? RunScales<P::format>::load(run) : RunScales<P::format>{};
-#pragma unroll
-      for (int i = 0; i < RUN; i++) a[r * RUN + i][t] = on ? load_step<P>(run, i) : Stored<P::format>{};
+      a[r][t] = on ? StoredRun<P>::load(run) : StoredRun<P>{};
     }
   u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
 #pragma unroll
@@ -67,7 +66,7 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
   for (int i = 0; i < STEPS; i++) {
     Quad of[TILES];
 #pragma unroll
-    for (int t = 0; t < TILES; t++) of[t] = a[i][t].operand(scales[i / RUN][t]);
+    for (int t = 0; t < TILES; t++) of[t] = a[i / RUN][t].operand(i % RUN, scales[i / RUN][t]);
     if (!kStoredAsUsed) wgmma_fence();
 #pragma unroll
     for (int t = 0; t < TILES; t++) wgmma<N>(sum[t], of[t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));

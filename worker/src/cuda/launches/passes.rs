@@ -56,15 +56,17 @@ impl Passes {
         narrowest.is_some_and(|width| fitting(width, rows) == rows.len())
     }
 
-    /// The columns of the kernel that computes a pass fastest. It counts how often pages are read where a sequence has
-    /// several rows, and what pages of the others take longer; where that is nothing, the narrowest.
+    /// The columns of the kernel that computes a pass fastest, or so many passes of rows that each go on by a position.
+    /// It counts how often pages are read where a sequence has several rows, and what pages of the others take longer;
+    /// where that is nothing, the narrowest. Of several passes the last decides: it has the most pages.
     ///
     /// # Panics
     /// If no kernel holds the rows.
-    pub fn columns_for(&self, rows: &[LaunchRow]) -> usize {
+    pub fn columns_for(&self, rows: &[LaunchRow], steps: u32) -> usize {
         let of_batch = |row: &LaunchRow| {
             let sample = row.flags & ROW_SAMPLE != 0;
-            Row { slot: row.slot, token: row.token, position: row.position, sample }
+            let position = (row.position + steps - 1).min(row.last_position).max(row.position);
+            Row { slot: row.slot, token: row.token, position, sample }
         };
         let of_batch: Vec<Row> = rows.iter().map(of_batch).collect();
         let holds = |width: &&Width| width.columns >= rows.len() && fitting(width, &of_batch) == rows.len();
@@ -221,7 +223,7 @@ mod tests {
             let rows = (0..).zip(sequences).flat_map(|(slot, &(first, len))| {
                 (first..first + len).map(move |position| LaunchRow { slot, position, ..LaunchRow::default() })
             });
-            passes.columns_for(&rows.collect::<Vec<_>>())
+            passes.columns_for(&rows.collect::<Vec<_>>(), 1)
         };
         let passes = Passes::new(&mixed(), 2048, ATTENTION);
         let columns = |sequences: &[(u32, u32)]| columns_of(&passes, sequences);
@@ -243,7 +245,30 @@ mod tests {
         let passes = Passes::new(&narrow_room, 2048, ATTENTION);
         let row = |slot, position| LaunchRow { slot, position, ..LaunchRow::default() };
         let rows: Vec<_> = (15_000..15_040).map(|at| row(0, at)).chain([row(1, 1500)]).collect();
-        assert_eq!((passes.columns_for(&rows), passes.columns_for(&rows[..40])), (64, 1024));
+        assert_eq!((passes.columns_for(&rows, 1), passes.columns_for(&rows[..40], 1)), (64, 1024));
+    }
+
+    /// As far on as the rows of many steps come, and no farther.
+    #[test]
+    fn the_last_of_many_steps_decides() {
+        let of_four = Passes::new(&mixed(), 2048, Attention { ranks: 4, ..ATTENTION });
+        let columns = |position, last_position, steps| {
+            let row = |slot| LaunchRow { slot, position, last_position, flags: ROW_SAMPLE, ..LaunchRow::default() };
+            of_four.columns_for(&(0..8).map(row).collect::<Vec<_>>(), steps)
+        };
+        assert_eq!((columns(2000, 9000, 256), columns(8000, 9000, 256)), (8, 32));
+        let turn = (2000..8000).find(|position| columns(*position, 9000, 1) == 32).expect("wide passes far on");
+        assert_eq!((columns(turn - 1, 9000, 1), columns(turn - 1, 9000, 2)), (8, 32));
+        assert_eq!((columns(turn - 200, 9000, 256), columns(turn - 200, turn - 1, 256)), (32, 8));
+        // A matrix pass must have room in the last step: 101 rows have none in any, 25 of two spans each fill it.
+        let rows = |count: u32, position| {
+            let row = LaunchRow { position, last_position: 9000, flags: ROW_SAMPLE, ..LaunchRow::default() };
+            (0..count).map(|slot| LaunchRow { slot, ..row }).collect::<Vec<_>>()
+        };
+        let passes = Passes::new(&[&NARROW[..], &MATRIX].concat(), 2048, ATTENTION);
+        assert_eq!(passes.columns_for(&rows(25, 1030), 100), 1024);
+        assert!(std::panic::catch_unwind(|| passes.columns_for(&rows(26, 1000), 100)).is_err());
+        assert_eq!(passes.columns_for(&rows(26, 1000), 2), 1024);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::layout::{Layout, RowRun};
-use super::panel::Panel;
+use super::panel::{LANES, Panel};
 use crate::model::format::{MIDDLE, bf16_to_e4m3};
 use crate::model::source::Source;
 use crate::model::{Tensor, WeightFormat};
@@ -166,12 +166,15 @@ impl<'a> Packer<'a> {
                     scales
                 });
                 let zeros = scales.map_or([MIDDLE; ROW_TILE], |scales| scales.zeros);
-                for (step, fragment) in (first..).zip(fragments.chunks_exact_mut(panel.fragment_bytes() / 4)) {
-                    let rows = Rows { words: &self.leaf, row_words, first: step * STEP_WORDS };
+                let (piece_steps, step_bytes) = (panel.piece_steps(), panel.fragment_bytes());
+                for step in 0..panel.run_steps() {
+                    let rows = Rows { words: &self.leaf, row_words, first: (first + step) * STEP_WORDS };
+                    let piece = &mut fragments[step / piece_steps * (piece_steps * step_bytes / 4)..];
+                    let lanes = lanes_of(&mut piece[..piece_steps * step_bytes / 4], piece_steps, step % piece_steps);
                     match panel.format {
-                        WeightFormat::Bf16 => write_bf16(&rows, fragment),
-                        WeightFormat::E4m3 | WeightFormat::E4m3Groups { .. } => write_e4m3(&rows, fragment),
-                        WeightFormat::Int4 { .. } => write_int4(&rows, &zeros, fragment),
+                        WeightFormat::Bf16 => write_bf16(&rows, lanes),
+                        WeightFormat::E4m3 | WeightFormat::E4m3Groups { .. } => write_e4m3(&rows, lanes),
+                        WeightFormat::Int4 { .. } => write_int4(&rows, &zeros, lanes),
                     }
                 }
             }
@@ -214,44 +217,45 @@ impl Rows<'_> {
     }
 }
 
+/// What each lane has of step `within` of a piece of so many steps, which a lane has side by side.
+fn lanes_of(piece: &mut [u32], steps: usize, within: usize) -> impl Iterator<Item = &mut [u32]> {
+    let lane = piece.len() / LANES;
+    piece.chunks_exact_mut(lane).map(move |of| &mut of[within * lane / steps..][..lane / steps])
+}
+
 /// One fragment: lane `4 g + t` holds of rows g and g + 8 the columns 2t, 2t + 1, then 2t + 8, 2t + 9.
-fn write_bf16(rows: &Rows<'_>, out: &mut [u32]) {
-    for (g, lanes) in out.chunks_exact_mut(4 * 4).enumerate() {
-        let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
-        for (t, lane) in lanes.chunks_exact_mut(4).enumerate() {
-            lane.copy_from_slice(&[upper[t], lower[t], upper[t + 4], lower[t + 4]]);
-        }
+fn write_bf16<'a>(rows: &Rows<'_>, lanes: impl Iterator<Item = &'a mut [u32]>) {
+    for (lane, out) in lanes.enumerate() {
+        let (upper, lower, t) = (rows.row(lane / 4), rows.row(lane / 4 + ROW_TILE / 2), lane % 4);
+        out.copy_from_slice(&[upper[t], lower[t], upper[t + 4], lower[t + 4]]);
     }
 }
 
 /// The same in E4M3: a word has four columns' worth of a lane in bf16, as kernels/ops/weights.cuh takes them apart.
-fn write_e4m3(rows: &Rows<'_>, out: &mut [u32]) {
+fn write_e4m3<'a>(rows: &Rows<'_>, lanes: impl Iterator<Item = &'a mut [u32]>) {
     // Of a row g and of row g + 8 at one column: a half word.
     let of = |word: u32, half: u32| u32::from(bf16_to_e4m3(bf16::from_bits((word >> (16 * half)) as u16)));
     let both = |a: u32, b: u32| (a & 0x80) << 8 | (a & 7) << 12 | (a & 0x78) << 4 | (b & 0x80) << 4 | (b & 0x7f);
     let pair = |upper: u32, lower: u32| both(of(upper, 0), of(lower, 0)) | both(of(upper, 1), of(lower, 1)) << 16;
-    for (g, lanes) in out.chunks_exact_mut(4 * 2).enumerate() {
-        let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
-        for (t, lane) in lanes.chunks_exact_mut(2).enumerate() {
-            lane.copy_from_slice(&[pair(upper[t], lower[t]), pair(upper[t + 4], lower[t + 4])]);
-        }
+    for (lane, out) in lanes.enumerate() {
+        let (upper, lower, t) = (rows.row(lane / 4), rows.row(lane / 4 + ROW_TILE / 2), lane % 4);
+        out.copy_from_slice(&[pair(upper[t], lower[t]), pair(upper[t + 4], lower[t + 4])]);
     }
 }
 
 /// The same in 4 bits: a lane has a word. Its half words hold the two weights of a pair, four bits each of rows g, g +
 /// 8, and of both eight columns on.
-fn write_int4(rows: &Rows<'_>, zeros: &[u8; ROW_TILE], out: &mut [u32]) {
+fn write_int4<'a>(rows: &Rows<'_>, zeros: &[u8; ROW_TILE], lanes: impl Iterator<Item = &'a mut [u32]>) {
     let four = |pair: u32, row: usize| {
         let of = |half: u32| bf16::from_bits((pair >> (16 * half)) as u16).to_f32() as i32 + i32::from(zeros[row]);
         (of(0) as u32 & 15) | (of(1) as u32 & 15) << 16
     };
-    for (g, lanes) in out.chunks_exact_mut(4).enumerate() {
+    for (lane, out) in lanes.enumerate() {
+        let (g, t) = (lane / 4, lane % 4);
         let (upper, lower) = (rows.row(g), rows.row(g + ROW_TILE / 2));
-        for (t, lane) in lanes.iter_mut().enumerate() {
-            let of = |row: &[u32], place: usize, at: usize| four(row[t + 4 * place], at);
-            let pairs = [of(upper, 0, g), of(lower, 0, g + 8), of(upper, 1, g), of(lower, 1, g + 8)];
-            *lane = (0..).zip(pairs).fold(0, |word, (place, pair)| word | pair << (4 * place));
-        }
+        let of = |row: &[u32], place: usize, at: usize| four(row[t + 4 * place], at);
+        let pairs = [of(upper, 0, g), of(lower, 0, g + 8), of(upper, 1, g), of(lower, 1, g + 8)];
+        out[0] = (0..).zip(pairs).fold(0, |word, (place, pair)| word | pair << (4 * place));
     }
 }
 
@@ -274,8 +278,8 @@ mod tests {
         for values in values.as_chunks::<256>().0 {
             let rows = Rows { words: bytemuck::cast_slice(values), row_words: STEP_WORDS, first: 0 };
             let (mut plain, mut packed) = ([0u32; 128], [0u32; 64]);
-            write_bf16(&rows, &mut plain);
-            write_e4m3(&rows, &mut packed);
+            write_bf16(&rows, lanes_of(&mut plain, 1, 0));
+            write_e4m3(&rows, lanes_of(&mut packed, 1, 0));
             let first = |w: u32| (w & 0x8780_8780) | (w >> 8 & 0x0070_0070);
             let second = |w: u32| w << 4 & 0x87f0_87f0;
             let small = |bits: u32| bf16::from_f64(bf16::from_bits(bits as u16).to_f64() * 2f64.powi(-120)).to_bits();
@@ -294,34 +298,83 @@ mod tests {
             let dims = ModelConfig { hidden_size: 1024, ..config(4, 2, 512, 768) };
             let grouped = ModelConfig { layer_weights: format, ..dims.clone() };
             let source = Grouped(RandomSource { config: grouped.clone(), seed: 5 });
-            let (plain, _) = packed(&layout(&dims, 3), &Expanded(&source), 1 << 20);
-            let of = layout(&grouped, 3);
-            let (stream, _) = packed(&of, &source, 1 << 20);
-            for product in [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down] {
-                let panel = of.panel(product);
-                let plain = &plain[layout(&dims, 3).start(1, product) / 2..];
-                let stream: &[u32] = bytemuck::cast_slice(&stream[of.start(1, product) / 2..][..panel.bytes() / 2]);
-                let (runs, mut at) = (panel.leaves * panel.steps() / panel.run_steps(), 0);
-                for unit in panel.units(3) {
-                    let first = unit.start * panel.leaves * panel.steps();
-                    for (run, place) in (0..runs).flat_map(|run| (0..unit.len()).map(move |place| (run, place))) {
-                        let words = &stream[at..][..panel.run_bytes() / 4];
-                        at += words.len();
-                        let (header, fragments) = words.split_at(panel.run_header() / 4);
-                        for (i, fragment) in fragments.chunks(panel.fragment_bytes() / 4).enumerate() {
-                            let step = run * panel.run_steps() + i;
-                            let expected = &plain[(first + step * unit.len() + place) * 256..][..256];
-                            for lane in 0..32 {
-                                let small = |bits: &u16| bf16::from_bits(*bits).to_f64() * 2f64.powi(-40);
-                                let expected: Vec<_> = expected[lane * 8..][..8].iter().map(small).collect();
-                                assert_eq!(operand(format, header, fragment, lane), expected, "{format} {product:?}");
-                            }
-                        }
+            let plain = (&layout(&dims, 3), &Expanded(&source) as &dyn Source);
+            each_fragment((&layout(&grouped, 3), &source), plain, |header, fragment, expected| {
+                for (lane, expected) in expected.chunks(8).enumerate() {
+                    let small = |bits: &u16| bf16::from_bits(*bits).to_f64() * 2f64.powi(-40);
+                    let expected: Vec<_> = expected.iter().map(small).collect();
+                    assert_eq!(operand(format, header, fragment, lane), expected, "{format}");
+                }
+            });
+        }
+    }
+
+    /// E4M3 with a scale a row, in runs of two steps, and of one where leaves have three.
+    #[test]
+    fn kernels_find_every_e4m3_of_a_run_where_its_bf16_was() {
+        let dims = ModelConfig { hidden_size: 1024, ..config(4, 2, 768, 768) };
+        let e4m3 = ModelConfig { layer_weights: WeightFormat::E4m3, ..dims.clone() };
+        let of = layout(&e4m3, 3);
+        assert_eq!([Product::GateUp, Product::Down].map(|product| of.panel(product).run_steps()), [2, 1]);
+        let source = RandomSource { config: dims.clone(), seed: 5 };
+        each_fragment((&of, &source), (&layout(&dims, 3), &source), |_, fragment, expected| {
+            let rounded = |bits: &u16| from_e4m3(bf16_to_e4m3(bf16::from_bits(*bits)));
+            let mut as_stored = [0; 64];
+            let values: Vec<u32> = expected
+                .chunks(2)
+                .map(|of| u32::from(rounded(&of[0]).to_bits()) | u32::from(rounded(&of[1]).to_bits()) << 16)
+                .collect();
+            // A fragment of bf16 in rows again: lane 4 g + t has of rows g and g + 8 the words t, then t + 4.
+            let rows: Vec<u32> = (0..16 * 8)
+                .map(|i| {
+                    let (row, word) = (i / 8, i % 8);
+                    values[(row % 8 * 4 + word % 4) * 4 + row / 8 + word / 4 * 2]
+                })
+                .collect();
+            write_e4m3(&Rows { words: &rows, row_words: STEP_WORDS, first: 0 }, lanes_of(&mut as_stored, 1, 0));
+            assert_eq!(fragment, as_stored);
+        });
+    }
+
+    /// Of a layer, each step of each run as kernels read it, with the run's header, and the same in bf16.
+    fn each_fragment(
+        (of, source): (&Layout, &dyn Source),
+        (plain, of_plain): (&Layout, &dyn Source),
+        mut check: impl FnMut(&[u32], &[u32], &[u16]),
+    ) {
+        let (bf16s, _) = packed(plain, of_plain, 1 << 20);
+        let (stream, _) = packed(of, source, 1 << 20);
+        for product in [Product::QueryKeyValue, Product::AttentionOut, Product::GateUp, Product::Down] {
+            let panel = of.panel(product);
+            let bf16s = &bf16s[plain.start(1, product) / 2..];
+            let stream: &[u32] = bytemuck::cast_slice(&stream[of.start(1, product) / 2..][..panel.bytes() / 2]);
+            let (runs, mut at) = (panel.leaves * panel.steps() / panel.run_steps(), 0);
+            for unit in panel.units(3) {
+                let first = unit.start * panel.leaves * panel.steps();
+                for (run, place) in (0..runs).flat_map(|run| (0..unit.len()).map(move |place| (run, place))) {
+                    let words = &stream[at..][..panel.run_bytes() / 4];
+                    at += words.len();
+                    let (header, fragments) = words.split_at(panel.run_header() / 4);
+                    for i in 0..panel.run_steps() {
+                        let step = run * panel.run_steps() + i;
+                        let expected = &bf16s[(first + step * unit.len() + place) * 256..][..256];
+                        check(header, &step_of(&panel, fragments, i), expected);
                     }
                 }
-                assert_eq!(at, stream.len());
             }
+            assert_eq!(at, stream.len());
         }
+    }
+
+    /// A step's fragment of a run, lane by lane, as the kernel reads it: of each piece a lane's bytes side by side.
+    fn step_of(panel: &Panel, run: &[u32], step: usize) -> Vec<u32> {
+        let (lane, steps) = (panel.fragment_bytes() / 4 / 32, panel.piece_steps());
+        let piece = &run[step / steps * (32 * steps * lane)..][..32 * steps * lane];
+        piece
+            .chunks(steps * lane)
+            .flat_map(|of_lane| of_lane.chunks(lane).nth(step % steps).unwrap())
+            .copied()
+            .collect()
     }
 
     /// Operand A of a lane, as the kernel finds it.

@@ -77,6 +77,11 @@ impl Panel {
         run_steps(self.format, self.k).expect("the load refuses what has no runs")
     }
 
+    /// k16 steps of a piece of a run: a lane has what it holds of their fragments, at most 16 bytes, side by side.
+    pub fn piece_steps(&self) -> usize {
+        (PIECE_BYTES / (self.fragment_bytes() / LANES)).min(self.run_steps())
+    }
+
     /// Bytes of a run's scales and zero points.
     pub fn run_header(&self) -> usize {
         match (self.format.group(), self.format.has_zeros()) {
@@ -175,11 +180,16 @@ impl Panel {
 
 /// Most k16 steps of a run: no unit of work of any pass has fewer.
 const MOST_RUN_STEPS: usize = 4;
+/// Lanes of a warp, and what one reads of shared memory at a time.
+pub const LANES: usize = 32;
+const PIECE_BYTES: usize = 16;
 
 /// k16 steps of a run of a product, whose groups of columns and leaves have whole runs; `None`: they do not. Without
-/// groups each step is one.
+/// groups as many as a lane reads at a time, if leaves have whole ones of them.
 fn run_steps(format: WeightFormat, k: Leaves) -> Option<usize> {
-    let Some(columns) = format.group() else { return Some(1) };
+    let Some(columns) = format.group() else {
+        return Some(if format == WeightFormat::E4m3 && (k.padded / K_STEP).is_multiple_of(2) { 2 } else { 1 });
+    };
     let whole = |steps: &usize| k.len.is_multiple_of(steps * K_STEP) && columns.is_multiple_of(steps * K_STEP);
     [MOST_RUN_STEPS, 2, 1].into_iter().find(whole)
 }

@@ -80,13 +80,13 @@ impl Engine {
         Ok(self.launches.len() - 1)
     }
 
-    /// The kernel for a pass of these rows; `None`: matrix passes.
+    /// The kernel for so many passes of these rows; `None`: matrix passes.
     fn kernel_of(&self, rows: &[Row], steps: u32) -> Option<usize> {
         #[cfg(test)]
         if self.matrix_only {
             return None;
         }
-        let columns = if steps > 1 { rows.len() } else { self.passes.columns_for(rows) };
+        let columns = self.passes.columns_for(rows, steps);
         let kernel = self.kernels.iter().position(|kernel| kernel.variant.columns() >= columns);
         assert!(kernel.is_some() || self.matrix.is_some(), "passes are chosen so that a kernel holds {columns} rows");
         kernel

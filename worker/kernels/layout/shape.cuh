@@ -53,11 +53,12 @@ constexpr bool kScaled = kLayerFormat == Format::kE4m3;
 /// Vectors that weights of few bits are multiplied with are so many times what they are (ops/weights.cuh).
 constexpr float kRaised = kScaled ? 0x1p80f : is_grouped(kLayerFormat) ? 0x1p40f : 1;
 /// k16 steps of a run: fragments of a tile that lie behind the scales they have in common, 16 bf16 (and as many zero
-/// points). As many as a group and a leaf have whole ones of, at most four: no unit of work has fewer. Without groups as
-/// many as are read at a time.
+/// points). As many as a group and a leaf have whole ones of, at most four: no unit of work has fewer. E4M3 without
+/// groups: as many as are read at a time, where leaves are whole eights of steps; of others wide passes of gate and up
+/// would have more groups of products, of four steps in place of five (wide/geometry.cuh).
 constexpr int run_steps_of(Format format, int leaf_steps) {
   constexpr int GROUP_STEPS = LP_GROUP / 16;
-  if (!is_grouped(format)) return format == Format::kE4m3 && leaf_steps % 2 == 0 ? 2 : 1;
+  if (!is_grouped(format)) return format == Format::kE4m3 && leaf_steps % 8 == 0 ? 2 : 1;
   return GROUP_STEPS % 4 == 0 && leaf_steps % 4 == 0 ? 4 : GROUP_STEPS % 2 == 0 && leaf_steps % 2 == 0 ? 2 : 1;
 }
 constexpr int header_bytes(Format format) { return format == Format::kInt4Zeros ? 64 : is_grouped(format) ? 32 : 0; }

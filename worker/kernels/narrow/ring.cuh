@@ -88,7 +88,10 @@ struct Producer {
         const auto has = [&](u32 w) { return P::ways == 1 ? on : on && P::works(lane() + w * kRings, tile, end); };
         if (GROUPS > 1 && issued < PACED) {
 #pragma unroll
-          for (u32 w = 0; w < kRingWarps; w++) issue<GROUPS>(has(w), from + w * stride, bytes);
+          for (u32 w = 0; w < kRingWarps; w++) {
+            if (issued + w < PACED) issue<GROUPS>(has(w), from + w * stride, bytes);
+            else issue<1>(has(w), from + w * stride, bytes);
+          }
         } else {
           // A chunk for each warp of the ring, and no ring waits for another in between.
           u32 warps = 0;

@@ -284,7 +284,6 @@ inline void bulk_prefetch_l2(const void* from, u32 bytes) {
 inline void mma_m16n8k16(float*, const Quad& a, u32, u32) { seen_fragments->push_back(a.x); }
 inline float load_constant_f32(const float* p) { return *p; }
 // Of weights in groups, which only have to compile.
-inline u32 __byte_perm(u32 a, u32, u32) { return a; }
 inline u32 fma_bf16x2(u32 a, u32, u32) { return a; }
 inline u32 multiply_bf16x2(u32 a, u32) { return a; }
 inline u32 subtract_bf16x2(u32 a, u32) { return a; }

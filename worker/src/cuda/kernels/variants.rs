@@ -219,10 +219,11 @@ pub fn check_wide(layout: &Layout) -> Result<(), String> {
 /// # Errors
 /// The condition that is not met.
 fn check_matrix(layout: &Layout) -> Result<(), String> {
-    let steps = LAYER_PRODUCTS.map(|product| layout.panel(product)).map(|panel| panel.leaves * panel.steps());
-    match steps.iter().all(|steps| *steps > 1) {
+    let runs = |panel: Panel| panel.leaves * panel.steps() / panel.run_steps();
+    let runs = LAYER_PRODUCTS.map(|product| runs(layout.panel(product)));
+    match runs.iter().all(|runs| *runs > 1) {
         true => Ok(()),
-        false => Err(format!("products of {steps:?} steps of 16 are not all of two")),
+        false => Err(format!("the rows of products are {runs:?} runs of weights, not all two or more")),
     }
 }
 

@@ -260,7 +260,7 @@ mod tests {
         let turn = (2000..8000).find(|position| columns(*position, 9000, 1) == 32).expect("wide passes far on");
         assert_eq!((columns(turn - 1, 9000, 1), columns(turn - 1, 9000, 2)), (8, 32));
         assert_eq!((columns(turn - 200, 9000, 256), columns(turn - 200, turn - 1, 256)), (32, 8));
-        // A matrix pass must have room in the last step: 101 rows have none in any, 25 of two spans each fill it.
+        // A matrix pass must have room in the last step, in which each row has two of its 50 spans.
         let rows = |count: u32, position| {
             let row = LaunchRow { position, last_position: 9000, flags: ROW_SAMPLE, ..LaunchRow::default() };
             (0..count).map(|slot| LaunchRow { slot, ..row }).collect::<Vec<_>>()

@@ -1,9 +1,11 @@
 //! Where every weight lies in the packed stream of a GPU, one rank of a group: arithmetic only.
 //!
 //! The stream is one allocation: the products of each layer in order, then the LM head. A product is row tiles of 16
-//! rows by k16 steps, in *fragments* of 512 bytes: the A operand of `mma.m16n8k16`, lane by lane. Tiles are dealt to
-//! thread blocks, and a block takes its own as *units* of two, or of one: the fragments of a unit lie
-//! `[leaf][step][tile]`, so that a run of steps of a leaf is one contiguous copy.
+//! rows by k16 steps, in *fragments*: the A operand of `mma.m16n8k16`, 16 bytes a lane in bf16, 8 in E4M3, 4 in 4
+//! bits. Steps that have their scales in common, or that a lane reads at a time, are a *run*: scales, then *pieces*
+//! of up to 16 bytes a lane, `[piece][lane][step]`. In bf16 a run is a step. Tiles are dealt to thread blocks, and a
+//! block takes its own as *units* of two, or of one: the runs of a unit lie `[leaf][run][tile]`, so that some steps
+//! of a leaf are one contiguous copy.
 //!
 //! A rank has the rows of its heads, intermediate columns and vocabulary shard in the products over the hidden size,
 //! and its leaves of K in o_proj and down_proj, whose rows it has all. All ranks' streams have the same shape.

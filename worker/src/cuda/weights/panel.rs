@@ -184,11 +184,12 @@ const MOST_RUN_STEPS: usize = 4;
 pub const LANES: usize = 32;
 const PIECE_BYTES: usize = 16;
 
-/// k16 steps of a run of a product, whose groups of columns and leaves have whole runs; `None`: they do not. Without
-/// groups as many as a lane reads at a time, if leaves have whole ones of them.
+/// k16 steps of a run of a product, whose groups of columns and leaves have whole runs; `None`: they do not. Of E4M3
+/// without groups as many as a lane reads at a time, where leaves are whole eights of steps (kernels/layout/shape.cuh
+/// says why).
 fn run_steps(format: WeightFormat, k: Leaves) -> Option<usize> {
     let Some(columns) = format.group() else {
-        return Some(if format == WeightFormat::E4m3 && (k.padded / K_STEP).is_multiple_of(2) { 2 } else { 1 });
+        return Some(if format == WeightFormat::E4m3 && (k.padded / K_STEP).is_multiple_of(8) { 2 } else { 1 });
     };
     let whole = |steps: &usize| k.len.is_multiple_of(steps * K_STEP) && columns.is_multiple_of(steps * K_STEP);
     [MOST_RUN_STEPS, 2, 1].into_iter().find(whole)

@@ -17,18 +17,6 @@ LP_DEVICE Quad from_e4m3(u32 low, u32 high) {
   const auto second = [](u32 w) { return w << 4 & 0x87f087f0u; };
   return Quad{first(low), second(low), first(high), second(high)};
 }
-/// A half of a word in both. Instructions on pairs take either half of an operand for both of theirs, so this costs
-/// none.
-LP_DEVICE u32 both_first(u32 word) {
-  u32 r;
-  asm("{.reg .b16 l,h;mov.b32 {l,h},%1;mov.b32 %0,{l,l};}" : "=r"(r) : "r"(word));
-  return r;
-}
-LP_DEVICE u32 both_second(u32 word) {
-  u32 r;
-  asm("{.reg .b16 l,h;mov.b32 {l,h},%1;mov.b32 %0,{h,h};}" : "=r"(r) : "r"(word));
-  return r;
-}
 /// A lane's word of a table of 8, one for each g.
 LP_DEVICE u32 load_rows(u32 table) { return load_shared_u32(table + (lane_index() >> 2) * 4); }
 
@@ -48,7 +36,7 @@ template <> struct RunScales<Format::kE4m3Groups> {
   LP_DEVICE static RunScales load(u32 run) { return RunScales{load_rows(run)}; }
   LP_DEVICE Quad operand(const u32* stored) const {
     const Quad v = from_e4m3(stored[0], stored[1]);
-    const u32 first = both_first(scales), second = both_second(scales);
+    const u32 first = low_twice(scales), second = high_twice(scales);
     return Quad{multiply_bf16x2(v.x, first), multiply_bf16x2(v.y, second), multiply_bf16x2(v.z, first),
                 multiply_bf16x2(v.w, second)};
   }
@@ -67,8 +55,8 @@ template <> struct RunScales<Format::kInt4> {
   }
   LP_DEVICE Quad operand(const u32* stored) const {
     return from_int4(
-        stored[0], [&](u32 pair) { return fma_bf16x2(pair, both_first(scales), both_first(middles)); },
-        [&](u32 pair) { return fma_bf16x2(pair, both_second(scales), both_second(middles)); });
+        stored[0], [&](u32 pair) { return fma_bf16x2(pair, low_twice(scales), low_twice(middles)); },
+        [&](u32 pair) { return fma_bf16x2(pair, high_twice(scales), high_twice(middles)); });
   }
 };
 template <> struct RunScales<Format::kInt4Zeros> {
@@ -77,8 +65,8 @@ template <> struct RunScales<Format::kInt4Zeros> {
   LP_DEVICE Quad operand(const u32* stored) const {
     const auto of = [](u32 pair, u32 zero, u32 scale) { return multiply_bf16x2(subtract_bf16x2(pair, zero), scale); };
     return from_int4(
-        stored[0], [&](u32 pair) { return of(pair, both_first(zeros), both_first(scales)); },
-        [&](u32 pair) { return of(pair, both_second(zeros), both_second(scales)); });
+        stored[0], [&](u32 pair) { return of(pair, low_twice(zeros), low_twice(scales)); },
+        [&](u32 pair) { return of(pair, high_twice(zeros), high_twice(scales)); });
   }
 };
 

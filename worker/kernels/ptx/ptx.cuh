@@ -345,6 +345,18 @@ LP_DEVICE u32 subtract_bf16x2(u32 a, u32 b) {
   asm("sub.rn.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+/// A half of a word in both halves. Instructions on pairs take either half of an operand for both of theirs, so this is
+/// none of its own.
+LP_DEVICE u32 low_twice(u32 word) {
+  u32 r;
+  asm("{.reg .b16 l,h;mov.b32 {l,h},%1;mov.b32 %0,{l,l};}" : "=r"(r) : "r"(word));
+  return r;
+}
+LP_DEVICE u32 high_twice(u32 word) {
+  u32 r;
+  asm("{.reg .b16 l,h;mov.b32 {l,h},%1;mov.b32 %0,{h,h};}" : "=r"(r) : "r"(word));
+  return r;
+}
 LP_DEVICE float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 LP_DEVICE float exp2_approx(float x) {
   float r;

@@ -287,6 +287,8 @@ inline float load_constant_f32(const float* p) { return *p; }
 inline u32 fma_bf16x2(u32 a, u32, u32) { return a; }
 inline u32 multiply_bf16x2(u32 a, u32) { return a; }
 inline u32 subtract_bf16x2(u32 a, u32) { return a; }
+inline u32 low_twice(u32 word) { return word; }
+inline u32 high_twice(u32 word) { return word; }
 inline u32 bf16_pair(float low, float high) {
   return (__float_as_uint(high) & 0xffff0000u) | __float_as_uint(low) >> 16;
 }

@@ -280,12 +280,25 @@ mod tests {
             let (mut plain, mut packed) = ([0u32; 128], [0u32; 64]);
             write_bf16(&rows, lanes_of(&mut plain, 1, 0));
             write_e4m3(&rows, lanes_of(&mut packed, 1, 0));
-            let first = |w: u32| (w & 0x8780_8780) | (w >> 8 & 0x0070_0070);
-            let second = |w: u32| w << 4 & 0x87f0_87f0;
-            let small = |bits: u32| bf16::from_f64(bf16::from_bits(bits as u16).to_f64() * 2f64.powi(-120)).to_bits();
-            let expected = plain.map(|w| u32::from(small(w)) | u32::from(small(w >> 16)) << 16);
-            assert!(packed.iter().flat_map(|w| [first(*w), second(*w)]).eq(expected));
+            let plain: &[bf16] = bytemuck::cast_slice(&plain);
+            assert!(from_fragment_of_e4m3(&packed).into_iter().eq(plain.iter().map(small_e4m3)));
         }
+    }
+
+    /// What the kernel makes of a word of E4M3: bf16 of the first row and of the second, two of each.
+    fn from_word_of_e4m3(word: u32) -> [u32; 2] {
+        [(word & 0x8780_8780) | (word >> 8 & 0x0070_0070), word << 4 & 0x87f0_87f0]
+    }
+
+    /// What it makes of a fragment, where a fragment of bf16 has its weights.
+    fn from_fragment_of_e4m3(fragment: &[u32]) -> Vec<bf16> {
+        let pairs = fragment.iter().flat_map(|word| from_word_of_e4m3(*word));
+        pairs.flat_map(|pair| [pair, pair >> 16].map(|bits| bf16::from_bits(bits as u16))).collect()
+    }
+
+    /// 2^-120 of a weight rounded to E4M3.
+    fn small_e4m3(weight: &bf16) -> bf16 {
+        bf16::from_f64(from_e4m3(bf16_to_e4m3(*weight)).to_f64() * 2f64.powi(-120))
     }
 
     /// Groups, packed and taken apart as kernels/ops/weights.cuh does it, are 2^-40 of what bf16 weights with their
@@ -318,21 +331,8 @@ mod tests {
         assert_eq!([Product::GateUp, Product::Down].map(|product| of.panel(product).run_steps()), [2, 1]);
         let source = RandomSource { config: dims.clone(), seed: 5 };
         each_fragment((&of, &source), (&layout(&dims, 3), &source), |_, fragment, expected| {
-            let rounded = |bits: &u16| from_e4m3(bf16_to_e4m3(bf16::from_bits(*bits)));
-            let mut as_stored = [0; 64];
-            let values: Vec<u32> = expected
-                .chunks(2)
-                .map(|of| u32::from(rounded(&of[0]).to_bits()) | u32::from(rounded(&of[1]).to_bits()) << 16)
-                .collect();
-            // A fragment of bf16 in rows again: lane 4 g + t has of rows g and g + 8 the words t, then t + 4.
-            let rows: Vec<u32> = (0..16 * 8)
-                .map(|i| {
-                    let (row, word) = (i / 8, i % 8);
-                    values[(row % 8 * 4 + word % 4) * 4 + row / 8 + word / 4 * 2]
-                })
-                .collect();
-            write_e4m3(&Rows { words: &rows, row_words: STEP_WORDS, first: 0 }, lanes_of(&mut as_stored, 1, 0));
-            assert_eq!(fragment, as_stored);
+            let expected = bytemuck::cast_slice::<_, bf16>(expected).iter().map(small_e4m3);
+            assert!(from_fragment_of_e4m3(fragment).into_iter().eq(expected));
         });
     }
 
@@ -368,8 +368,8 @@ mod tests {
 
     /// A step's fragment of a run, lane by lane, as the kernel reads it: of each piece a lane's bytes side by side.
     fn step_of(panel: &Panel, run: &[u32], step: usize) -> Vec<u32> {
-        let (lane, steps) = (panel.fragment_bytes() / 4 / 32, panel.piece_steps());
-        let piece = &run[step / steps * (32 * steps * lane)..][..32 * steps * lane];
+        let (lane, steps) = (panel.fragment_bytes() / 4 / LANES, panel.piece_steps());
+        let piece = &run[step / steps * (LANES * steps * lane)..][..LANES * steps * lane];
         piece
             .chunks(steps * lane)
             .flat_map(|of_lane| of_lane.chunks(lane).nth(step % steps).unwrap())
@@ -388,11 +388,7 @@ mod tests {
                 let (word, next) = (fragment[lane], fragment[lane] >> 8);
                 vec![word & 0x000f_000f, word & 0x00f0_00f0, next & 0x000f_000f, next & 0x00f0_00f0]
             }
-            _ => {
-                let first = |w: u32| (w & 0x8780_8780) | (w >> 8 & 0x0070_0070);
-                let second = |w: u32| w << 4 & 0x87f0_87f0;
-                fragment[2 * lane..][..2].iter().flat_map(|w| [first(*w), second(*w)]).collect()
-            }
+            _ => fragment[2 * lane..][..2].iter().flat_map(|word| from_word_of_e4m3(*word)).collect(),
         };
         let zero = |row: usize| match format {
             WeightFormat::Int4 { zeros: true, .. } => bf16_of(header[8 + g] >> (16 * row)),

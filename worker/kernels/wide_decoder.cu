@@ -375,10 +375,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
   const u32 role = warp_index();
   if (role < kConsumers) {
-    raise_registers<208>();
+    raise_registers<216>();
     consume(launch, unknown(shared_address(shared_memory)));
   } else {
-    lower_registers<88>();
+    lower_registers<72>();
     const u32 own = unknown(shared_address(shared_memory));
     if (role == kInput) fetch(launch, own);
     else if (role == kNorms) find_norms(launch, own);

@@ -18,22 +18,22 @@ LP_DEVICE Quad from_e4m3(u32 low, u32 high) {
   return Quad{first(low), second(low), first(high), second(high)};
 }
 /// A lane's word of a table of 8, one for each g.
-LP_DEVICE u32 load_rows(u32 table) { return load_shared_u32(table + (lane_index() >> 2) * 4); }
+LP_DEVICE u32 load_rows(u32 table, u32 lane) { return load_shared_u32(table + (lane >> 2) * 4); }
 
 /// How a lane's part of a fragment, the words at `stored`, becomes operand A: with the scales of its two rows, g and
 /// g + 8, a bf16 each of a word, in a run that lies at `run` in shared memory.
 template <Format FORMAT> struct RunScales;
 template <> struct RunScales<Format::kBf16> {
-  LP_DEVICE static RunScales load(u32) { return RunScales{}; }
+  LP_DEVICE static RunScales load(u32, u32 = 0) { return RunScales{}; }
   LP_DEVICE Quad operand(const u32* stored) const { return Quad{stored[0], stored[1], stored[2], stored[3]}; }
 };
 template <> struct RunScales<Format::kE4m3> {
-  LP_DEVICE static RunScales load(u32) { return RunScales{}; }
+  LP_DEVICE static RunScales load(u32, u32 = 0) { return RunScales{}; }
   LP_DEVICE Quad operand(const u32* stored) const { return from_e4m3(stored[0], stored[1]); }
 };
 template <> struct RunScales<Format::kE4m3Groups> {
   u32 scales;
-  LP_DEVICE static RunScales load(u32 run) { return RunScales{load_rows(run)}; }
+  LP_DEVICE static RunScales load(u32 run, u32 lane = lane_index()) { return RunScales{load_rows(run, lane)}; }
   LP_DEVICE Quad operand(const u32* stored) const {
     const Quad v = from_e4m3(stored[0], stored[1]);
     const u32 first = low_twice(scales), second = high_twice(scales);
@@ -49,8 +49,8 @@ template <class F, class S> LP_DEVICE Quad from_int4(u32 word, const F& first, c
 }
 template <> struct RunScales<Format::kInt4> {
   u32 scales, middles;  // -8 times scales
-  LP_DEVICE static RunScales load(u32 run) {
-    const u32 scales = load_rows(run);
+  LP_DEVICE static RunScales load(u32 run, u32 lane = lane_index()) {
+    const u32 scales = load_rows(run, lane);
     return RunScales{scales, multiply_bf16x2(scales, 0x80808008u)};  // -8 * 2^-133, and 16 times as much
   }
   LP_DEVICE Quad operand(const u32* stored) const {
@@ -61,7 +61,9 @@ template <> struct RunScales<Format::kInt4> {
 };
 template <> struct RunScales<Format::kInt4Zeros> {
   u32 scales, zeros;
-  LP_DEVICE static RunScales load(u32 run) { return RunScales{load_rows(run), load_rows(run + 32)}; }
+  LP_DEVICE static RunScales load(u32 run, u32 lane = lane_index()) {
+    return RunScales{load_rows(run, lane), load_rows(run + 32, lane)};
+  }
   LP_DEVICE Quad operand(const u32* stored) const {
     const auto of = [](u32 pair, u32 zero, u32 scale) { return multiply_bf16x2(subtract_bf16x2(pair, zero), scale); };
     return from_int4(
@@ -76,11 +78,11 @@ template <class P> struct StoredRun {
   static constexpr int step_words = P::lane_bytes / 4, piece_words = step_words * P::piece_steps;
   u32 words[step_words * P::run_steps];
 
-  LP_DEVICE static StoredRun load(u32 run) {
+  LP_DEVICE static StoredRun load(u32 run, u32 lane = lane_index()) {
     StoredRun to;
 #pragma unroll
     for (int i = 0; i < step_words * P::run_steps; i += piece_words) {
-      const u32 piece = run + P::header + (i * 32 + lane_index() * piece_words) * 4;
+      const u32 piece = run + P::header + (i * 32 + lane * piece_words) * 4;
       if constexpr (piece_words == 4) {
         const Quad v = load_shared_16(piece);
         to.words[i] = v.x, to.words[i + 1] = v.y, to.words[i + 2] = v.z, to.words[i + 3] = v.w;

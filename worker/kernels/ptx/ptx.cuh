@@ -399,4 +399,10 @@ LP_DEVICE u32 thread_index() { return unknown(threadIdx.x); }
 LP_DEVICE u32 warp_index() { return thread_index() >> 5; }
 template <class T> LP_DEVICE T shuffle(T v, int lane) { return __shfl_sync(kAllLanes, v, lane); }
 template <class T> LP_DEVICE T shuffle_xor(T v, int mask) { return __shfl_xor_sync(kAllLanes, v, mask); }
+/// True of one lane of a warp that has converged, known sooner than an index.
+LP_DEVICE bool elected() {
+  u32 yes;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
+  return yes;
+}
 LP_DEVICE bool any_lane(bool v) { return __any_sync(kAllLanes, v); }

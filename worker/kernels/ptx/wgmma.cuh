@@ -42,6 +42,21 @@ template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u64 b) {
 
 /// c = A B, or, if `add`, c += A B: the same for wider N. A chain begins with a product that does not add.
 template <int N> LP_DEVICE void wgmma(float* c, const Quad& a, u64 b, u32 add);
+template <> LP_DEVICE void wgmma<16>(float* c, const Quad& a, u64 b, u32 add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+               "%0,%1,%2,%3,%4,%5,%6,%7},"
+               "{%8,%9,%10,%11},%12,p,1,1,0;\n}"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(add));
+}
+template <> LP_DEVICE void wgmma<32>(float* c, const Quad& a, u64 b, u32 add) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+               "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},"
+               "{%16,%17,%18,%19},%20,p,1,1,0;\n}"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+                 "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(add));
+}
 template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u64 b, u32 add) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"

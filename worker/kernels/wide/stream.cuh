@@ -193,7 +193,7 @@ struct Consumer {
   /// computed from every result. `warps`: for how many consumer warps; the others skip it.
   LP_DEVICE void release(bool never = false, u32 warps = 1) {
     __syncwarp();
-    if (lane_index() == 0)
+    if (elected())
       mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
     stages++;
   }
@@ -208,7 +208,7 @@ struct Consumer {
   }
   LP_DEVICE void release_input() {
     __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(shared + Shared::input_empty + 8 * (inputs % kInputSlots));
+    if (elected()) mbarrier_arrive(shared + Shared::input_empty + 8 * (inputs % kInputSlots));
     inputs++;
   }
 };

@@ -89,6 +89,7 @@ fn groups_have_the_bits_of_bf16_uneven_shares() {
     check_groups(&wide::llama_3b(), WeightFormat::Int4 { columns: 32, zeros: false });
     check_groups(&wide::qwen2_7b(), ZEROS);
     check_groups(&wide::qwen2_7b(), BLOCKS);
+    check_groups(&wide::mistral_nemo(), INT4);
 }
 
 #[test]
@@ -107,6 +108,7 @@ fn e4m3_has_the_bits_of_bf16_everything_at_once() {
 fn e4m3_has_the_bits_of_bf16_uneven_shares() {
     check(&wide::llama_3b());
     check(&wide::qwen2_7b());
+    check(&wide::mistral_nemo());
 }
 
 #[test]

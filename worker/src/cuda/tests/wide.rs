@@ -14,8 +14,11 @@ use crate::cuda::kernels::launch::{ROW_SAMPLE, Row};
 use crate::cuda::launches::looped_decoder::{Draws, Launcher};
 use crate::cuda::{CudaDecoder, Gauge, LoopMode, Options, Phase, load_with};
 use crate::decoder::{Decoder, Device, LoadRequest, Sockets};
+use crate::model::conversion::expanded::tests::Grouped;
+use crate::model::conversion::quantised::tests::PowersOfTwo;
+use crate::model::format::INT4;
 use crate::model::source::{RandomSource, Source};
-use crate::model::{LayerTensor, ModelConfig, Tensor};
+use crate::model::{LayerTensor, ModelConfig, Tensor, WeightFormat};
 use crate::plan::KvLayout;
 use crate::sampling::SamplingParams;
 
@@ -59,6 +62,12 @@ pub(super) fn llama_3b() -> ModelConfig {
 fn qwen3_4b() -> ModelConfig {
     let shape = crate::plan::tests::config(32, 8, 9728, VOCAB);
     ModelConfig { hidden_size: 2560, head_dim: 128, qk_norm: true, max_positions: CONTEXT, ..shape }
+}
+
+/// Mistral Nemo's: leaves of 20 k16 steps, whose last part is shorter.
+pub(super) fn mistral_nemo() -> ModelConfig {
+    let shape = crate::plan::tests::config(32, 8, 14_336, VOCAB);
+    ModelConfig { hidden_size: 5120, head_dim: 128, max_positions: CONTEXT, ..shape }
 }
 
 /// Qwen 2.5 7B's: seven query heads a KV head, two passes over gate and up.
@@ -390,42 +399,56 @@ fn grids_do_not_touch_a_bit() {
 }
 
 /// In wide passes, whose words are full of NaN before each.
-#[test]
-fn delays_and_poison_change_nothing_but_time() {
+fn check_delays(config: &ModelConfig, source: &Arc<dyn Source + Send>) {
     if !gpu() {
         return;
     }
-    for config in [llama_1b(), with_features(), qwen2_half_b(), smol()] {
-        let all: Vec<_> = (0..40).map(|slot| tokens(slot, 1 + (slot as usize * 97) % 330)).collect();
-        let last = |slot: usize| (slot as u32, all[slot][all[slot].len() - 1], all[slot].len() as u32 - 1);
-        let run = |defines: &[(&'static str, u64)]| {
-            let options = Options { defines: defines.to_vec(), ..Options::default() };
-            let mut model = Model::new(load_with_options(&config, random(&config), SLOTS, false, options), SLOTS);
-            let mut got = Vec::new();
-            let poison = |model: &Model| {
-                if !defines.is_empty() {
-                    model.decoder.decoder.launcher.poison_words().unwrap();
-                }
-            };
-            for (slot, tokens) in (0..).zip(&all) {
-                poison(&model);
-                got.extend(model.prompt(slot, tokens, 200, None));
+    let all: Vec<_> = (0..40).map(|slot| tokens(slot, 1 + (slot as usize * 97) % 330)).collect();
+    let last = |slot: usize| (slot as u32, all[slot][all[slot].len() - 1], all[slot].len() as u32 - 1);
+    let run = |defines: &[(&'static str, u64)]| {
+        let options = Options { defines: defines.to_vec(), ..Options::default() };
+        let mut model = Model::new(load_with_options(config, source.clone(), SLOTS, false, options), SLOTS);
+        let mut got = Vec::new();
+        let poison = |model: &Model| {
+            if !defines.is_empty() {
+                model.decoder.decoder.launcher.poison_words().unwrap();
             }
-            let mut sampled = Vec::new();
-            for count in [32, 40] {
-                let rows: Vec<_> = (0..count).map(last).collect();
-                poison(&model);
-                got.extend(model.step(&rows, &vec![true; count], None));
-                sampled.push(model.many_steps(&rows, 5));
-            }
-            (got, sampled)
         };
-        let expected = run(&[]);
-        assert!(!expected.0.iter().any(is_nan));
-        for defines in BROKEN {
-            assert!(run(defines) == expected, "{defines:?}, heads of {}", config.head_dim);
+        for (slot, tokens) in (0..).zip(&all) {
+            poison(&model);
+            got.extend(model.prompt(slot, tokens, 200, None));
         }
+        let mut sampled = Vec::new();
+        for count in [32, 40] {
+            let rows: Vec<_> = (0..count).map(last).collect();
+            poison(&model);
+            got.extend(model.step(&rows, &vec![true; count], None));
+            sampled.push(model.many_steps(&rows, 5));
+        }
+        (got, sampled)
+    };
+    let expected = run(&[]);
+    assert!(!expected.0.iter().any(is_nan));
+    for defines in BROKEN {
+        assert!(run(defines) == expected, "{defines:?}, {}, hidden {}", config.layer_weights, config.hidden_size);
     }
+}
+
+#[test]
+fn delays_and_poison_change_nothing_but_time() {
+    for config in [llama_1b(), with_features(), qwen2_half_b(), smol()] {
+        check_delays(&config, &random(&config));
+    }
+}
+
+#[test]
+fn delays_and_poison_change_nothing_but_time_in_few_bits() {
+    let e4m3 = ModelConfig { layer_weights: WeightFormat::E4m3, ..llama_8b() };
+    let source: Arc<dyn Source + Send> = Arc::new(PowersOfTwo(RandomSource { config: e4m3.clone(), seed: 3 }));
+    check_delays(&e4m3, &source);
+    let int4 = ModelConfig { layer_weights: INT4, ..mistral_nemo() };
+    let source: Arc<dyn Source + Send> = Arc::new(Grouped(RandomSource { config: int4.clone(), seed: 3 }));
+    check_delays(&int4, &source);
 }
 
 /// Launches of several steps that note times tell all that is to be told of wide passes.

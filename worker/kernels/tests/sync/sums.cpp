@@ -186,6 +186,10 @@ inline u64 wgmma_operand(u32) { return 0; }
 inline u64 wgmma_operand(u64, u32) { return 0; }
 inline void wgmma_fence() {}
 inline void wgmma_finish() {}
+// Of products that are loaded ahead, of which these are none.
+inline void wgmma_commit() {}
+template <int GROUPS> void wgmma_wait() {}
+template <int N> void wgmma(float*, const Quad&, u64, u32);
 template <int N> void pin(float*) {}
 /// The leaf that the lane's next products are of, and how many k16 steps of it have been.
 struct Work {

@@ -49,6 +49,8 @@ const CUT_TILES_SPILLS: u32 = 104;
 /// The same where weights are FP8 in blocks: scales lie in registers, too. (80 of o_proj's halves and 72 of
 /// down_proj's, where 2048 columns are computed; not timed against a kernel without.)
 const MATRIX_SPILLS_OF_BLOCKS: u32 = 80;
+/// Of wide kernels whose weights have few bits: where sums become the residual, twice a layer.
+const FEW_BITS_SPILLS: u32 = 48;
 /// Of one GPU's kernel of eight columns: where rows of a sequence read its pages together.
 const TOGETHER_SPILLS: u32 = 112;
 
@@ -168,6 +170,7 @@ fn every_shape_compiles_and_its_resources_are_told() {
         };
         let most_spilled = |variant: &Variant| match variant.design {
             Design::Matrix => of_matrix,
+            Design::Wide if config.layer_weights != WeightFormat::Bf16 => FEW_BITS_SPILLS,
             _ if variant.columns() == 8 => TOGETHER_SPILLS,
             _ => 0,
         };

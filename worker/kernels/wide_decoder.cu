@@ -346,14 +346,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += kThreads)
     reinterpret_cast<u32*>(shared_memory + Shared::rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kStages; i++) {
-      mbarrier_init(shared + Shared::stage_full + 8 * i, 2);
-      mbarrier_init(shared + Shared::stage_empty + 8 * i, kConsumers);
-    }
-    for (u32 i = 0; i < kInputSlots; i++) {
-      mbarrier_init(shared + Shared::input_full + 8 * i, 1);
-      mbarrier_init(shared + Shared::input_empty + 8 * i, kConsumers);
-    }
+    init_rings(shared);
     mbarrier_init(shared + Shared::receive_full, kConsumers);
     mbarrier_init(shared + Shared::receive_free, 2);
     mbarrier_init(shared + Shared::norms, 1);
@@ -375,10 +368,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.
   const u32 role = warp_index();
   if (role < kConsumers) {
-    raise_registers<216>();
+    raise_registers<kConsumerRegisters>();
     consume(launch, unknown(shared_address(shared_memory)));
   } else {
-    lower_registers<72>();
+    lower_registers<kOtherRegisters>();
     const u32 own = unknown(shared_address(shared_memory));
     if (role == kInput) fetch(launch, own);
     else if (role == kNorms) find_norms(launch, own);

@@ -54,8 +54,8 @@ constexpr bool kScaled = kLayerFormat == Format::kE4m3;
 constexpr float kRaised = kScaled ? 0x1p80f : is_grouped(kLayerFormat) ? 0x1p40f : 1;
 /// k16 steps of a run: fragments of a tile that lie behind the scales they have in common, 16 bf16 (and as many zero
 /// points). As many as a group and a leaf have whole ones of, at most four: no unit of work has fewer. E4M3 without
-/// groups: as many as are read at a time, where leaves are whole eights of steps; of others wide passes of gate and up
-/// would have more groups of products, of four steps in place of five (wide/geometry.cuh).
+/// groups: as many as are read at a time, where leaves are whole eights of steps. (With others wide passes had more
+/// groups of products of gate and up until these were loaded ahead.)
 constexpr int run_steps_of(Format format, int leaf_steps) {
   constexpr int GROUP_STEPS = LP_GROUP / 16;
   if (!is_grouped(format)) return format == Format::kE4m3 && leaf_steps % 8 == 0 ? 2 : 1;

@@ -40,7 +40,7 @@ template <> LP_DEVICE void wgmma<64>(float* c, const Quad& a, u64 b) {
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
 
-/// c = A B, or, if `add`, c += A B: the same for wider N. A chain begins with a product that does not add.
+/// c = A B, or, if `add`, c += A B. A chain begins with a product that does not add.
 template <int N> LP_DEVICE void wgmma(float* c, const Quad& a, u64 b, u32 add);
 template <> LP_DEVICE void wgmma<16>(float* c, const Quad& a, u64 b, u32 add) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"

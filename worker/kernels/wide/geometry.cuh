@@ -22,6 +22,8 @@ constexpr u32 kConsumerThreads = kConsumers * 32;
 // The other warps: weights and pages (two), activations, 1 / rms.
 constexpr int kStream0 = 8, kInput = 9, kNorms = 10, kStream1 = 11;
 constexpr u32 kThreads = 12 * 32;
+/// Registers of a thread.
+constexpr int kConsumerRegisters = 216, kOtherRegisters = 72;
 constexpr int kPairs = kBlocks / 2;
 /// The residual stream: runs of 8 of a block's rows, at most; warps that have a tile of it, 16 columns each; rounds
 /// until the warps have all of it.
@@ -79,6 +81,7 @@ LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
   return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
 }
 
+LP_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 /// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
 /// where the weights of a slot are streamed sooner than that, and of several ranks, it has two.
 constexpr int group_slots(int slot_bytes) { return kRanks > 1 || slot_bytes < 16384 ? 2 : 1; }
@@ -94,14 +97,10 @@ constexpr int stage_parts(int most, int part, int leaf_steps) {
   return parts;
 }
 
-/// Steps of two tiles that a warp loads ahead, of a part of a stage or a slot: whole runs that divide it, as many as
-/// there are registers for.
-template <class P> constexpr int ahead_steps(int part) {
+/// Steps of two tiles that a warp has registers to load ahead, whole runs.
+template <class P> constexpr int ahead_steps() {
   constexpr int REGISTERS = 32, RUN = 2 * (P::run_steps * P::lane_bytes / 4 + (is_grouped(P::format) ? 2 : 0));
-  int steps = P::run_steps;
-  for (int more = steps; more <= part; more += P::run_steps)
-    if (part % more == 0 && more / P::run_steps * RUN <= REGISTERS) steps = more;
-  return steps;
+  return REGISTERS / RUN * P::run_steps;
 }
 
 /// Tiles next to each other in memory: first of them, among those of the stage, and how many (1 or 2; 0: none).
@@ -143,7 +142,6 @@ template <class PRODUCT> struct Cut {
   static constexpr int stage_slots =
       stage_parts((int)kStageBytes / (ways * tiles * P::run) * P::run_steps, input_steps, P::leaf_steps);
   static constexpr int steps = stage_slots * input_steps, runs = steps / P::run_steps;
-  static constexpr bool ahead = false;
   static constexpr int most_group_slots = group_slots(ways * tiles * input_steps * P::fragment),
                        group_steps = (stage_slots < most_group_slots ? stage_slots : most_group_slots) * input_steps;
   static constexpr int unit_tiles = P::ways == 1 ? 2 : 1;                                        // of a unit
@@ -200,22 +198,21 @@ template <class PRODUCT, bool THIN = false> struct Own {
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   /// Weights of few bits, both tiles in a warp: fragments are loaded ahead (product.cuh).
   static constexpr bool ahead = P::format != Format::kBf16 && !THIN;
-  // k16 steps of a slot, of a stage, and of products that are under way together. A stage has whole slots, or a slot
-  // whole stages. Of products with both tiles and all columns in a warp there are registers for five steps; those that
-  // are loaded ahead have groups of their own.
+  // k16 steps of a slot, of a stage, and of products that are under way together. Of products with both tiles and all
+  // columns in a warp there are registers for five steps, of those that are loaded ahead for ahead_steps. THIN: a stage
+  // has whole slots; ahead: both have whole groups; else a slot has whole stages.
   static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::run) * P::run_steps;
-  static constexpr bool whole_slots = THIN || (ahead && room >= (int)kInputSteps);
-  static constexpr int most_steps = !split_columns && !ahead && room > 5 ? 5
-                                    : room < (int)kInputSteps            ? room
-                                                                         : (int)kInputSteps;
-  static constexpr int part = part_steps(whole_slots ? (int)kInputSteps : most_steps, P::leaf_steps, P::run_steps);
-  static constexpr int parts = whole_slots ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
-  static constexpr int input_steps = whole_slots ? part : parts * part, steps = whole_slots ? parts * part : part,
+  static constexpr int most_registers = ahead ? ahead_steps<P>() : split_columns ? (int)kInputSteps : 5,
+                       most_steps = min_of(min_of(room, most_registers), (int)kInputSteps);
+  static constexpr int part = part_steps(THIN ? (int)kInputSteps : most_steps, P::leaf_steps, P::run_steps);
+  static constexpr int parts = THIN ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
+  static constexpr int input_steps = THIN ? part : parts * part,
+                       steps = THIN    ? parts * part
+                               : ahead ? min_of(room / part, (P::leaf_steps + part - 1) / part) * part
+                                       : part,
                        runs = steps / P::run_steps;
   static constexpr int most_group_slots = group_slots(pass_units * 2 * part * P::fragment),
-                       group_steps = ahead               ? ahead_steps<P>(part)
-                                     : THIN && parts > 1 ? most_group_slots * part
-                                                         : part;
+                       group_steps = THIN && parts > 1 ? most_group_slots * part : part;
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }

@@ -24,97 +24,132 @@ template <class C> LP_DEVICE Place place_of() {
                                     : 0};
 }
 
-/// Products of TILES tiles of a warp, a leaf at a time, k16 steps ascending. Where the runs of a tile lie in a stage
-/// `run_at(run, tile)` says, if they are `on`: idle warps multiply zeros. input: byte of the warp's columns in a slot.
-/// leaves: that are left.
-template <class C, int TILES, class RUN_AT, bool AHEAD = C::ahead> struct Products;
-
-/// The products of a group of steps all together, then the next group's fragments.
-template <class C, int TILES, class RUN_AT> struct Products<C, TILES, RUN_AT, false> {
-  using P = typename C::P;
-  static constexpr int N = C::columns, SLOT = C::input_steps, RUN = P::run_steps;
-  /// Slots that a group of STEPS touches: it begins with one or lies within one.
-  template <int STEPS> static constexpr int kSlots = STEPS > SLOT ? (STEPS + SLOT - 1) / SLOT : 1;
-
-  Consumer& consumer;
-  const bool on;
-  const u32 input;
-  const RUN_AT& run_at;
-  int leaves;
-  u32 stage = 0, slots[kSlots<C::group_steps>] = {};  // addresses
-
-  /// One leaf from zero, in groups, the last one perhaps of fewer steps.
-  LP_DEVICE void leaf(float (*sum)[N / 2]) {
-    constexpr int STEPS = C::group_steps, LEAF = P::leaf_steps, WHOLE = LEAF / STEPS * STEPS;
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-      for (int i = 0; i < N / 2; i++) sum[t][i] = 0;
-#pragma unroll 1
-    for (int k = 0; k < WHOLE; k += STEPS) group<STEPS>(k, sum);
-    if constexpr (WHOLE < LEAF) group<LEAF - WHOLE>(WHOLE, sum);
-  }
-
- private:
-  template <int STEPS> LP_DEVICE void group(int k, float (*sum)[N / 2]) {
-    static_assert(STEPS % RUN == 0 && C::steps % RUN == 0, "whole runs");
-    constexpr int SLOTS = kSlots<STEPS>;
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++)
-      if (k % SLOT == 0) slots[s] = consumer.wait_input(s) + input;
-    if (k % C::steps == 0) stage = consumer.wait();
-    // Others become operands one after the other, while products run.
-    constexpr bool kStoredAsUsed = P::format == Format::kBf16;
-    StoredRun<P> a[STEPS / RUN][TILES];
-    RunScales<P::format> scales[STEPS / RUN][TILES];
-#pragma unroll
-    for (int r = 0; r < STEPS / RUN; r++)
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        const u32 run = stage + run_at(k % C::steps / RUN + r, t);
-        scales[r][t] = on ? RunScales<P::format>::load(run) : RunScales<P::format>{};
-        a[r][t] = on ? StoredRun<P>::load(run) : StoredRun<P>{};
-      }
-    u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(slots[s], 0) + k % SLOT * kStepBytes);
-#pragma unroll
-    for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
-    if (kStoredAsUsed) wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      Quad of[TILES];
-#pragma unroll
-      for (int t = 0; t < TILES; t++) of[t] = a[i / RUN][t].operand(i % RUN, scales[i / RUN][t]);
-      if (!kStoredAsUsed) wgmma_fence();
-#pragma unroll
-      for (int t = 0; t < TILES; t++) wgmma<N>(sum[t], of[t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
-    }
-    wgmma_finish();
-#pragma unroll
-    for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
-    const bool ends = k + STEPS == P::leaf_steps;
-    if ((k + STEPS) % C::steps == 0 || ends) consumer.release();
-#pragma unroll
-    for (int s = 0; s < SLOTS; s++)
-      if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();
-  }
+/// Where a group of products finds its operands: the stage, and the slots that it begins or is within.
+template <int SLOTS> struct Operands {
+  u32 stage = 0, input[SLOTS] = {};
 };
+/// Slots that a group of STEPS touches.
+template <class C, int STEPS = C::group_steps>
+constexpr int kSlots = STEPS > C::input_steps ? (STEPS + C::input_steps - 1) / C::input_steps : 1;
 
-/// Weights of few bits: a step is unpacked while products of the step before run, and the next group's fragments are
-/// loaded while the last products of this one do, across leaves, too. But before the next group begins these are over:
-/// for products that run on around a loop the compiler keeps their registers everywhere.
-template <class C, int TILES, class RUN_AT> struct Products<C, TILES, RUN_AT, true> {
+/// A group: k16 steps k to k + STEPS of a leaf, for TILES tiles whose runs lie in the stage where `run_at(run, tile)`
+/// says, if they are `on`. It begins with a slot or lies within one; `input`: byte of the warp's columns in it.
+template <class C, int STEPS, int TILES, class RUN_AT>
+LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool on, u32 input, const RUN_AT& run_at,
+                        float (*sum)[C::columns / 2]) {
+  using P = typename C::P;
+  constexpr int N = C::columns, SLOT = C::input_steps, SLOTS = kSlots<C, STEPS>, RUN = P::run_steps;
+  static_assert(STEPS % RUN == 0 && C::steps % RUN == 0, "whole runs");
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++)
+    if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
+  if (k % C::steps == 0) at.stage = consumer.wait();
+  // Others become operands one after the other, while products run.
+  constexpr bool kStoredAsUsed = P::format == Format::kBf16;
+  StoredRun<P> a[STEPS / RUN][TILES];
+  RunScales<P::format> scales[STEPS / RUN][TILES];
+#pragma unroll
+  for (int r = 0; r < STEPS / RUN; r++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      const u32 run = at.stage + run_at(k % C::steps / RUN + r, t);
+      scales[r][t] = on ? RunScales<P::format>::load(run) : RunScales<P::format>{};
+      a[r][t] = on ? StoredRun<P>::load(run) : StoredRun<P>{};
+    }
+  u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
+#pragma unroll
+  for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
+  if (kStoredAsUsed) wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    Quad of[TILES];
+#pragma unroll
+    for (int t = 0; t < TILES; t++) of[t] = a[i / RUN][t].operand(i % RUN, scales[i / RUN][t]);
+    if (!kStoredAsUsed) wgmma_fence();
+#pragma unroll
+    for (int t = 0; t < TILES; t++) wgmma<N>(sum[t], of[t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
+  }
+  wgmma_finish();
+#pragma unroll
+  for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
+  const bool ends = k + STEPS == C::P::leaf_steps;
+  if ((k + STEPS) % C::steps == 0 || ends) consumer.release();
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++)
+    if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();
+}
+/// One leaf of TILES tiles, k16 steps ascending from zero, in groups, the last one perhaps of fewer steps.
+template <class C, int TILES, class RUN_AT>
+LP_DEVICE void multiply_leaf(Consumer& consumer, bool on, u32 input, const RUN_AT& run_at,
+                             float (*sum)[C::columns / 2]) {
+  constexpr int STEPS = C::group_steps, LEAF = C::P::leaf_steps, WHOLE = LEAF / STEPS * STEPS;
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int i = 0; i < C::columns / 2; i++) sum[t][i] = 0;
+  Operands<kSlots<C>> at;
+#pragma unroll 1
+  for (int k = 0; k < WHOLE; k += STEPS) multiply<C, STEPS, TILES>(consumer, at, k, on, input, run_at, sum);
+  if constexpr (WHOLE < LEAF) multiply<C, LEAF - WHOLE, TILES>(consumer, at, WHOLE, on, input, run_at, sum);
+}
+
+/// One leaf of a warp's tile.
+template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
+  const auto run_at = [&](int run, int) { return place.runs + run * place.stride; };
+  multiply_leaf<C, 1>(consumer, place.on, place.input, run_at, reinterpret_cast<float(*)[C::columns / 2]>(sum));
+}
+/// LEAVES leaves of a warp's tile, whole groups or less than one, in the order of leaf_sum. Loops, because code that
+/// runs once a layer comes from far away.
+template <class C, int LEAVES> LP_DEVICE void sum_groups(Consumer& consumer, const Place& place, float* sum) {
+  constexpr int RUNS = LEAVES > C::P::group ? 2 : LEAVES;
+  if constexpr (RUNS == 1) {
+    sum_leaf<C>(consumer, place, sum);
+  } else {
+#pragma unroll
+    for (int i = 0; i < C::columns / 2; i++) sum[i] = 0;
+#pragma unroll 1
+    for (int n = 0; n < RUNS; n++) {
+      float run[C::columns / 2];
+      sum_groups<C, LEAVES / RUNS>(consumer, place, run);
+#pragma unroll
+      for (int i = 0; i < C::columns / 2; i++) sum[i] += run[i];
+    }
+  }
+}
+/// A warp's leaves of its tile, as C::parts sums.
+template <class C> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float (*sum)[C::columns / 2]) {
+  if constexpr (C::parts == 1) {
+    sum_groups<C, C::leaves>(consumer, place, sum[0]);
+  } else {
+    static_assert(C::parts == 2, "the first moves over for the second");
+#pragma unroll
+    for (int i = 0; i < C::columns / 2; i++) sum[1][i] = 0;
+#pragma unroll 1
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int i = 0; i < C::columns / 2; i++) sum[0][i] = sum[1][i];
+      sum_leaf<C>(consumer, place, sum[1]);
+    }
+  }
+}
+
+/// Leaves of both tiles of a unit whose weights have few bits, one after the other: a step is unpacked while products
+/// of the step before run, and the next group's fragments are loaded while the last products of this one do, across
+/// leaves. But before the next group begins these are over: for products that run on around a loop the compiler keeps
+/// their registers everywhere. `on`, input, run_at: as of multiply.
+template <class C, class RUN_AT> struct Ahead {
   using P = typename C::P;
   static constexpr int N = C::columns, SLOT = C::input_steps, RUN = P::run_steps, STEPS = C::group_steps,
-                       LEAF = P::leaf_steps, WHOLE = LEAF / STEPS * STEPS, REST = LEAF - WHOLE;
+                       LEAF = P::leaf_steps, WHOLE = LEAF / STEPS * STEPS, REST = LEAF - WHOLE, TILES = 2;
   static_assert(C::steps % STEPS == 0 && SLOT % STEPS == 0 && STEPS % RUN == 0 && REST % RUN == 0, "whole runs");
 
   Consumer& consumer;
   const bool on;
   const u32 input;
   const RUN_AT& run_at;
-  int leaves;
+  int leaves;  // that are left
   const u32 lane = lane_index();
   bool fetched = false;
   u32 stage = 0, slot = 0;  // addresses
@@ -129,7 +164,7 @@ template <class C, int TILES, class RUN_AT> struct Products<C, TILES, RUN_AT, tr
 #pragma unroll
     for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
     // The first leaf begins with a group in front of it, which fetches the first one: its products are of anything, and
-    // the chain does not add to them. So there is one copy of the code that fetches.
+    // the chain does not add to them. So where groups divide the leaf there is one copy of the code that fetches.
     constexpr int WITHIN = REST > 0 ? WHOLE - STEPS : WHOLE;
 #pragma unroll 1
     for (int k = fetched ? 0 : -STEPS; k < WITHIN; k += STEPS)
@@ -179,7 +214,7 @@ template <class C, int TILES, class RUN_AT> struct Products<C, TILES, RUN_AT, tr
         stored[r][t] = on ? StoredRun<P>::load(run, lane) : StoredRun<P>{};
       }
     if (k % SLOT == 0) slot = consumer.wait_input(before) + input;
-    operand = wgmma_operand(shuffle(slot + k % SLOT * kStepBytes, 0));  // of one lane, as above
+    operand = wgmma_operand(shuffle(slot + k % SLOT * kStepBytes, 0));  // of one lane: see multiply
   }
   LP_DEVICE void unpack(int step) {
 #pragma unroll
@@ -187,44 +222,6 @@ template <class C, int TILES, class RUN_AT> struct Products<C, TILES, RUN_AT, tr
       of[step % 2][t] = stored[step / RUN][t].operand(step % RUN, scales[step / RUN][t]);
   }
 };
-
-/// LEAVES leaves of a warp's tile, whole groups or less than one, in the order of leaf_sum. Loops, because code that
-/// runs once a layer comes from far away.
-template <class C, int LEAVES, class PRODUCTS>
-LP_DEVICE void sum_groups(PRODUCTS& products, float (*sum)[C::columns / 2]) {
-  constexpr int RUNS = LEAVES > C::P::group ? 2 : LEAVES;
-  if constexpr (RUNS == 1) {
-    products.leaf(sum);
-  } else {
-    float run[1][C::columns / 2] = {};
-#pragma unroll
-    for (int i = 0; i < C::columns / 2; i++) sum[0][i] = 0;
-#pragma unroll 1
-    for (int n = 0; n < RUNS; n++) {
-      sum_groups<C, LEAVES / RUNS>(products, run);
-#pragma unroll
-      for (int i = 0; i < C::columns / 2; i++) sum[0][i] += run[0][i];
-    }
-  }
-}
-/// A warp's leaves of its tile, as C::parts sums.
-template <class C> LP_DEVICE void sum_leaves(Consumer& consumer, const Place& place, float (*sum)[C::columns / 2]) {
-  const auto run_at = [&](int run, int) { return place.runs + run * place.stride; };
-  Products<C, 1, decltype(run_at)> products{consumer, place.on, place.input, run_at, C::leaves};
-  if constexpr (C::parts == 1) {
-    sum_groups<C, C::leaves>(products, sum);
-  } else {
-    static_assert(C::parts == 2, "the first moves over for the second");
-#pragma unroll
-    for (int i = 0; i < C::columns / 2; i++) sum[1][i] = 0;
-#pragma unroll 1
-    for (int n = 0; n < 2; n++) {
-#pragma unroll
-      for (int i = 0; i < C::columns / 2; i++) sum[0][i] = sum[1][i];
-      products.leaf(sum + 1);
-    }
-  }
-}
 
 /// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of
 /// fewer than two the other sum means nothing.
@@ -235,19 +232,31 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
             runs = unit * (C::runs * 2 * P::run) + (C::thin && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
   const auto run_at = [&](int run, int t) { return runs + run * stride + t * second; };
-  Products<C, T, decltype(run_at)> products{consumer, width > 0, columns, run_at, P::leaves};
-  float leaf[T][R] = {};
 #pragma unroll
   for (int t = 0; t < T; t++)
 #pragma unroll
     for (int i = 0; i < R; i++) sum[t][i] = 0;
-#pragma unroll 1
-  for (int n = 0; n < P::leaves; n++) {
-    products.leaf(leaf);
+  const auto add = [&](const float (*leaf)[R]) {
 #pragma unroll
     for (int i = 0; i < R; i++)
 #pragma unroll
       for (int t = 0; t < T; t++) sum[t][i] += leaf[t][i];
+  };
+  if constexpr (C::ahead) {
+    Ahead<C, decltype(run_at)> products{consumer, width > 0, columns, run_at, P::leaves};
+    float leaf[T][R] = {};
+#pragma unroll 1
+    for (int n = 0; n < P::leaves; n++) {
+      products.leaf(leaf);
+      add(leaf);
+    }
+  } else {
+#pragma unroll 1
+    for (int n = 0; n < P::leaves; n++) {
+      float leaf[T][R];
+      multiply_leaf<C, T>(consumer, width > 0, columns, run_at, leaf);
+      add(leaf);
+    }
   }
 }
 

@@ -9,6 +9,18 @@ namespace wide {
 /// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
 constexpr u32 kAhead = 4, kAheadClocks = 2000;
 
+/// Barriers of both rings; one thread calls it, before a fence of what it has written.
+LP_DEVICE void init_rings(u32 shared) {
+  for (u32 i = 0; i < kStages; i++) {
+    mbarrier_init(shared + Shared::stage_full + 8 * i, 2);
+    mbarrier_init(shared + Shared::stage_empty + 8 * i, kConsumers);
+  }
+  for (u32 i = 0; i < kInputSlots; i++) {
+    mbarrier_init(shared + Shared::input_full + 8 * i, 1);
+    mbarrier_init(shared + Shared::input_empty + 8 * i, kConsumers);
+  }
+}
+
 /// A lane's part of stages: of each leaf's runs `runs` a stage, of the last one perhaps fewer. If it is `on`, it copies
 /// its tiles of each, `run_bytes`, to offset `to`; they lie behind each other in memory.
 struct Part {

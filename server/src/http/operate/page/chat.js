@@ -26,13 +26,15 @@ async function problem(response) {
   return new Error(said?.error?.message ?? `the server answered ${response.status} without a reason`);
 }
 
-// Asks for a key where the server does, again if it refuses the one that it got.
+// Asks for a key where the server does, again if it refuses the one that it got. What it said of another key, or of
+// none, that was in use before counts no more.
 async function connect() {
-  const response = await call('/v1/models');
+  const key = sessionStorage.getItem('key'), response = await call('/v1/models');
+  if (sessionStorage.getItem('key') !== key) return;
   const refused = response.status === 401;
   byId('unlock').hidden = !refused;
   if (refused) {
-    if (sessionStorage.getItem('key')) add('error', (await problem(response)).message);
+    if (key) add('error', (await problem(response)).message);
     byId('model').textContent = 'asks for an API key';
     byId('key').focus();
     return;

@@ -50,7 +50,7 @@ const CUT_TILES_SPILLS: u32 = 104;
 /// down_proj's, where 2048 columns are computed; not timed against a kernel without.)
 const MATRIX_SPILLS_OF_BLOCKS: u32 = 80;
 /// Of wide kernels whose weights have few bits: where sums become the residual, twice a layer.
-const FEW_BITS_SPILLS: u32 = 48;
+const FEW_BITS_SPILLS: u32 = 64;
 /// Of one GPU's kernel of eight columns: where rows of a sequence read its pages together.
 const TOGETHER_SPILLS: u32 = 112;
 

@@ -1,6 +1,7 @@
 // Gate and up of weights of few bits in wide passes (Ahead), a warp after the other, with the kernel's own headers.
 // Each product has the step's fragments and activations, in order. No operand changes while its product may run. Stages
-// are given back once they have been read, slots once their products are over, as many of both as are filled.
+// are given back once they have been read, slots once their products are over, as many of both as are filled. A warp is
+// its first lane.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -98,8 +99,9 @@ u32 Consumer::wait_input(u32 before) {
   expect(before < kInputSlots, "more slots are waited for than there are");
 #ifdef LP_NEXT_SLOT  // negative control
   return ++waited * kSlotBytes;
-#endif
+#else
   return waited++ * kSlotBytes;
+#endif
 }
 void Consumer::release_input() {
   expect(inputs < waited, "a slot is given back that nobody waited for");
@@ -119,7 +121,7 @@ template <int N> void wgmma(float*, const Quad& a, u64 b, u32 add) {
   expect(b == wgmma_operand(slot * kSlotBytes + columns + step % C::input_steps * kStepBytes),
          "a step has other activations");
   if (tile < width) {
-    constexpr u32 AT = 3 * kStageBytes;  // a place that no stage of this warp uses now
+    constexpr u32 AT = 3 * kStageBytes;  // any place: what lies there is put back
     std::vector<u8> kept(shared_bytes + AT, shared_bytes + AT + P::run);
     for (u32 i = 0; i < P::run / 4; i++) store_shared_u32(AT + i * 4, word_of(leaf, run, tile, i));
     const auto scales = RunScales<P::format>::load(AT);

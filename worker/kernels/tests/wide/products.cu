@@ -41,8 +41,8 @@ template <> struct Chosen<3> {
   using Cut = DownCut;
   static constexpr u64 offset = kDownOffset;
 };
-using Product = Chosen<kProduct>;
-using C = Product::Cut;
+using Measured = Chosen<kProduct>;
+using C = Measured::Cut;
 
 /// A layer's sums of this warp, added up: so that none is left out.
 LP_DEVICE float sum_layer(Consumer& consumer) {
@@ -103,7 +103,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
       }
     } else if (role != kNorms) {
       Producer producer(launch, own, role);
-      const u8* weights = launch.weights + Product::offset;
+      const u8* weights = launch.weights + Measured::offset;
 #pragma unroll 1
       for (u32 layer = 0; layer < layers; layer++, weights += kLayerBytes) {
         if constexpr (kProduct == 0) {

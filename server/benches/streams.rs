@@ -40,8 +40,8 @@ use tokio::{
 const TICK: Duration = Duration::from_millis(1);
 /// Streams have so long to begin.
 const WARM_UP: Duration = Duration::from_secs(3);
-/// Of a text that is sent beside the streams.
-const LARGE_TOKENS: usize = 100_000;
+/// Of a prompt of the model that is played.
+const MAX_TOKENS: u32 = 400_000;
 
 #[derive(Parser, Clone)]
 struct Options {
@@ -72,9 +72,10 @@ struct Options {
     /// Traces of the streams go to this collector.
     #[arg(long)]
     otlp_endpoint: Option<String>,
-    /// Large prompts are sent beside the streams, one after the other.
-    #[arg(long)]
-    large: bool,
+    /// Prompts of so many bytes are sent beside the streams, one after the other. (By default of 118 000 tokens. Those
+    /// that are too long for the model are refused once they are read.)
+    #[arg(long, value_name = "BYTES", num_args = 0..=1, default_missing_value = "200000")]
+    large: Option<usize>,
     /// Only the clients, of the server at this address; times count from this one of the monotonic clock, in us.
     #[arg(long, hide = true, num_args = 2)]
     clients: Option<Vec<String>>,
@@ -117,7 +118,7 @@ fn model() -> ModelInfo {
         model_digest: String::new(),
         architecture: "LlamaForCausalLM".into(),
         vocab_size: 768,
-        max_context: 4 * LARGE_TOKENS as u32,
+        max_context: MAX_TOKENS,
         tensor_parallel: 1,
         bit_domain: "cpu-bench-0123456789abcdef".into(),
     }
@@ -302,6 +303,11 @@ fn pin(process: u32, cpus: &str) {
 fn clients_alone(options: &Options, address: SocketAddr, base: u64) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let ended = Arc::new(AtomicBool::new(false));
+    // In a thread of its own: what it writes at a time must not delay those who note times.
+    let large = options.large.map(|bytes| {
+        let (ended, beside) = (Arc::clone(&ended), options.streams);
+        std::thread::spawn(move || large_prompts(address, &ended, bytes, beside))
+    });
     let times = runtime.block_on(async {
         let mut streams = JoinSet::new();
         for stream in 0..options.streams {
@@ -311,33 +317,28 @@ fn clients_alone(options: &Options, address: SocketAddr, base: u64) {
                 sleep(Duration::from_millis(20)).await;
             }
         }
-        if options.large {
-            streams.spawn(large_prompts(options.clone(), address, Arc::clone(&ended), 10 * options.streams));
-        }
         sleep(WARM_UP + Duration::from_secs(options.seconds.into())).await;
         ended.store(true, Ordering::Relaxed);
         let mut times = streams.join_all().await;
         times.sort_by_key(|(stream, _)| *stream);
         times
     });
+    if let Some(large) = large {
+        large.join().expect("the server answers");
+    }
     let mut out = Vec::new();
-    for (_, times) in times.into_iter().take(options.streams) {
+    for (_, times) in times {
         out.extend((times.len() as u32).to_le_bytes());
         out.extend(times.into_iter().flat_map(u32::to_le_bytes));
     }
     std::io::stdout().write_all(&out).expect("the server reads");
 }
 
-async fn post(address: SocketAddr, route: &str, body: &str) -> TcpStream {
-    let mut socket = TcpStream::connect(address).await.expect("the server listens");
-    socket.set_nodelay(true).expect("it is a TCP socket");
-    let head = format!(
-        "POST /v1/{route} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
-        body.len()
-    );
-    socket.write_all(head.as_bytes()).await.expect("the server reads");
-    socket.write_all(body.as_bytes()).await.expect("the server reads");
-    socket
+fn head(route: &str, body: &str) -> String {
+    let bytes = body.len();
+    format!(
+        "POST /v1/{route} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {bytes}\r\n\r\n"
+    )
 }
 
 async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize, ended: &AtomicBool) -> Vec<u32> {
@@ -349,7 +350,9 @@ async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize
     let tokens = options.rate * (options.seconds + 60);
     let body =
         format!(r#"{{"model": "looplane-demo", {asked}, "stream": true, "max_tokens": {tokens}, "seed": {stream}}}"#);
-    let mut socket = post(address, &options.route, &body).await;
+    let mut socket = TcpStream::connect(address).await.expect("the server listens");
+    socket.set_nodelay(true).expect("it is a TCP socket");
+    socket.write_all((head(&options.route, &body) + &body).as_bytes()).await.expect("the server reads");
     let (mut times, mut buffer, mut held) = (Vec::new(), vec![0; 64 << 10], 0);
     while !ended.load(Ordering::Relaxed) {
         let Ok(read) = timeout(Duration::from_millis(500), socket.read(&mut buffer[held..])).await else { continue };
@@ -367,30 +370,33 @@ async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize
     times
 }
 
-/// Prompts of 100 000 tokens, one after the other.
-async fn large_prompts(
-    options: Options,
-    address: SocketAddr,
-    ended: Arc<AtomicBool>,
-    number: usize,
-) -> (usize, Vec<u32>) {
-    // Two letters make a token of the fixture, about.
-    let prompt = "lorem ipsum dolor sit amet ".repeat(LARGE_TOKENS * 2 / 27);
-    let body = format!(r#"{{"model": "looplane-demo", "prompt": "{prompt}", "max_tokens": 1, "seed": {number}}}"#);
+/// Prompts of `bytes` bytes, one after the other.
+fn large_prompts(address: SocketAddr, ended: &AtomicBool, bytes: usize, beside: usize) {
+    const NO_STREAM: u32 = u32::MAX;
+    const WORDS: &str = "lorem ipsum dolor sit amet ";
+    let prompt = WORDS.repeat(bytes / WORDS.len());
     let (mut sent, mut answer) = (0, Vec::new());
-    sleep(WARM_UP).await;
+    std::thread::sleep(WARM_UP);
     while !ended.load(Ordering::Relaxed) {
-        let mut socket = post(address, "completions", &body).await;
+        // No two are equal: the server keeps the tokens of texts that come again.
+        let body = format!(
+            r#"{{"model": "looplane-demo", "prompt": "{sent} {prompt}", "max_tokens": 1, "seed": {NO_STREAM}}}"#
+        );
+        let mut socket = std::net::TcpStream::connect(address).expect("the server listens");
+        socket.write_all(head("completions", &body).as_bytes()).expect("the server reads");
+        socket.write_all(body.as_bytes()).expect("the server reads");
         answer.clear();
         while !answer.ends_with(b"}") {
-            let read = socket.read_buf(&mut answer).await.expect("the server answers");
+            let mut part = [0; 4096];
+            let read = socket.read(&mut part).expect("the server answers");
             assert!(read > 0, "the answer is cut off: {}", String::from_utf8_lossy(&answer));
+            answer.extend_from_slice(&part[..read]);
         }
         sent += 1;
-        sleep(Duration::from_millis(200)).await;
+        std::thread::sleep(Duration::from_millis(200));
     }
-    let tokens = String::from_utf8_lossy(&answer);
-    let usage = tokens.find("\"usage\"").map_or("no usage", |at| &tokens[at..]);
-    eprintln!("{sent} large prompts of {} bytes on {} streams: {usage}", body.len(), options.streams);
-    (number, Vec::new())
+    let answer = String::from_utf8_lossy(&answer);
+    let told =
+        ["\"usage\"", "\"message\""].iter().find_map(|key| answer.find(key)).map_or(&*answer, |at| &answer[at..]);
+    eprintln!("{sent} prompts of {bytes} bytes beside {beside} streams: {told}");
 }

@@ -177,10 +177,11 @@ async fn the_context_is_what_the_kv_cache_holds() {
     }
 }
 
-/// Under 1 % of a core soon after the last request, over the server and all its workers. What counts is the time that
-/// the kernel gave them, so that other tests on the same cores do not matter.
+/// Soon after the last request, over the server and all its workers: it wakes some 24 times a second, which takes 0.2 %
+/// of a core, 0.6 % in a debug build. A thread that polls wakes hundreds of times. Wake-ups are the program's own; how
+/// long each takes is also the machine's, whose caches and cores other tests use.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_idle_server_uses_next_to_no_cpu() {
+async fn an_idle_server_rarely_wakes_and_uses_next_to_no_cpu() {
     const WINDOW_S: u64 = 6;
     let model = fixture("llama-tied");
     let server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "4"]).await;
@@ -188,12 +189,14 @@ async fn an_idle_server_uses_next_to_no_cpu() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     let pids: Vec<u32> = std::iter::once(server.pid()).chain(server.workers()).collect();
     assert_eq!(pids.len(), 5);
-    let before: u64 = pids.iter().map(|pid| cpu_ticks(*pid)).sum();
+    let used = |of: fn(u32) -> u64| pids.iter().map(|pid| of(*pid)).sum::<u64>();
+    let before = (used(cpu_ticks), used(wakeups));
     tokio::time::sleep(Duration::from_secs(WINDOW_S)).await;
-    let used = pids.iter().map(|pid| cpu_ticks(*pid)).sum::<u64>() - before;
-    println!("{used} ticks of 10 ms in {WINDOW_S} s");
+    let (ticks, wakeups) = (used(cpu_ticks) - before.0, used(wakeups).saturating_sub(before.1));
     // Linux counts 100 ticks a second towards user space, so 1 % of a core is a tick a second.
-    assert!(used < WINDOW_S, "{used} ticks of 10 ms in {WINDOW_S} s");
+    let figures = format!("{wakeups} wake-ups and {ticks} ticks of 10 ms in {WINDOW_S} s");
+    println!("{figures}");
+    assert!(wakeups < 50 * WINDOW_S && ticks < 3 * WINDOW_S, "{figures}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -216,4 +219,16 @@ fn cpu_ticks(pid: u32) -> u64 {
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
     // After the name come state (field 3 of proc(5)) and so on: utime is field 14, stime 15.
     [11, 12].iter().map(|i| fields[*i].parse::<u64>().expect("a number")).sum()
+}
+
+/// How often the threads of a process gave up their core to wait for something.
+fn wakeups(pid: u32) -> u64 {
+    let of_thread = |status: String| {
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.and_then(|count| count.trim().parse::<u64>().ok()).expect("Linux has it")
+    };
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs");
+    // A thread may end meanwhile.
+    let statuses = threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("status")).ok());
+    statuses.map(of_thread).sum()
 }

@@ -45,6 +45,10 @@ prefix-figures *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/prefix_figures.py {{ARGS}}
 
+# What crowds of clients would see of the scheduler on GPUs, in virtual time.
+crowds:
+    cargo test --release --workspace --lib -- --ignored group::crowds --nocapture
+
 # On more than two cores, with `--cpus 0,1 --client-cpus 2-15`, the clients do not take the server's.
 # What a streamed token costs the front end, and how long it takes to its client, as a table.
 front-end-figures *ARGS:

@@ -9,6 +9,8 @@
 
 mod common;
 mod config;
+#[cfg(test)]
+mod crowds;
 mod delivery;
 #[cfg(test)]
 pub(crate) mod fake;

@@ -23,7 +23,7 @@ const MIN_PROMPT_ROWS: u32 = 64;
 const UNEVEN: f64 = 1.25;
 /// In so many steps the time of a size that was not used goes most of the way to the best that is plausible, so that it
 /// is tried again: it may have been disturbed.
-const FORGET: f64 = 1024.0;
+const FORGET: f64 = 4096.0;
 /// Numbers of rows of which times are kept; others lie between.
 const KNOTS: [u32; 14] = [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
 /// How far a time that is kept follows a new one, and how many times as long or short that may be.

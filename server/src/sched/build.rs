@@ -6,6 +6,7 @@ use std::collections::BinaryHeap;
 use looplane_proto::worker::v1::{Drafts, Plan, PrefillChunk};
 
 use super::Scheduler;
+use super::step_rows::Waiting;
 
 impl Scheduler {
     /// The plan to send now, if there is one. Ask again until there is none, after the events at hand were applied.
@@ -60,7 +61,8 @@ impl Scheduler {
         let decoding = (self.running.len() - self.prompts) as u32;
         let prompts = self.prompts_to_compute();
         let begun = prompts.iter().map(|&(_, slot, _)| self.slot(slot));
-        let waiting = begun.map(|running| u64::from(running.prefill_end - running.reused)).sum();
+        let tokens = begun.map(|running| u64::from(running.prefill_end - running.reused)).sum();
+        let waiting = Waiting { prompts: prompts.len() as u32, tokens };
         let wanted = self.step_rows.of_prompts(decoding, waiting, self.mix.per_token());
         let mut budget = wanted.min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];

@@ -6,10 +6,10 @@ use std::time::Duration;
 /// there are such.
 const PROMPT_WAIT: Duration = Duration::from_millis(250);
 /// They bring prompts at no less than this of the best rate, or few would wait for long.
-const CALM: f64 = 0.55;
+const CALM: f64 = 0.4;
 /// And are no larger once they bring them at so much of it.
 const ENOUGH: f64 = 0.95;
-/// And by so many times as much as by the best size do they prolong the mean time between tokens, at most.
+/// And a token takes so many times as long as by the best size, at most.
 const SLACK: f64 = 1.1;
 /// Of two sizes the longer one is better if tokens come faster by it than by this power of what it takes longer: a step
 /// may take twice as long if they come 7 % faster, for those who decode see its length.
@@ -28,6 +28,14 @@ pub struct StepSize {
     pub time: Duration,
 }
 
+/// Prompts in slots that are not computed to their end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Waiting {
+    pub(super) prompts: u32,
+    /// Of these prompts, what is computed included and what is cached not.
+    pub(super) tokens: u64,
+}
+
 /// How many rows a step with prompts should have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepRows {
@@ -37,19 +45,18 @@ pub struct StepRows {
     pub decode: Vec<StepSize>,
     /// Where none decodes.
     pub alone: u32,
-    /// Of prompts at least, however many sequences decode: prompts go on, too. At least 1.
+    /// Of prompts at least where no size has room for both, however many sequences decode. At least 1.
     pub least: u32,
 }
 
 impl StepRows {
-    /// Rows of prompts beside `decoding` rows, where prompts of `waiting` tokens in all are not computed to their end,
-    /// and `per_token` rows of prompts were computed lately for each token.
+    /// Rows of prompts beside `decoding` rows, where `per_token` rows of prompts were computed lately for each token.
     ///
     /// Those who decode wait less in short steps, and those whose prompts wait in long ones, which compute more rows a
     /// second, so that fewer steps have any. So it is the smallest size in which prompts do not wait for long, or none
-    /// brings more; which does not prolong the mean time between tokens by much, nor is outweighed by a longer one by
-    /// which they come so much faster; and half of its rows at least are theirs.
-    pub(super) fn of_prompts(&self, decoding: u32, waiting: u64, per_token: f64) -> u32 {
+    /// brings more; by which tokens do not take much longer, nor so much longer than by a larger one that its length is
+    /// outweighed; and half of its rows at least are theirs.
+    pub(super) fn of_prompts(&self, decoding: u32, waiting: Waiting, per_token: f64) -> u32 {
         if decoding == 0 {
             return self.alone.max(self.least);
         }
@@ -59,29 +66,37 @@ impl StepRows {
             let larger = |other: &&StepSize| other.rows > size.rows && other.time <= size.time.mul_f64(HARDLY_LONGER);
             self.sizes.iter().filter(larger).any(|larger| rate(larger) >= OUTDONE * rate(size))
         };
-        let has_half = |size: &&StepSize| size.rows / 2 >= decoding;
-        let pace = |size: &StepSize| self.pace(size, decoding, per_token);
-        let quickest = self.sizes.iter().filter(has_half).map(pace).fold(f64::INFINITY, f64::min);
-        let weight = |size: &StepSize| pace(size) * size.time.as_secs_f64().powf(LONGER);
+        let is_fair = |size: &&StepSize| size.rows / 2 >= decoding && rate(size) >= CALM * best && !is_outdone(size);
+        let token = |size: &StepSize| self.token_s(size, decoding, waiting.prompts, per_token);
+        let quickest = self.sizes.iter().filter(is_fair).map(token).fold(f64::INFINITY, f64::min);
+        let weight = |size: &StepSize| token(size) * size.time.as_secs_f64().powf(LONGER);
         let by_weight = |a: &&StepSize, b: &&StepSize| weight(a).total_cmp(&weight(b));
-        let lightest = self.sizes.iter().filter(has_half).min_by(by_weight).map_or(0, |size| size.rows);
-        let is_fit = |size: &&StepSize| {
-            let is_quick = pace(size) <= SLACK * quickest && size.rows >= lightest;
-            has_half(size) && rate(size) >= CALM * best && is_quick && !is_outdone(size)
+        let lightest = self.sizes.iter().filter(is_fair).min_by(by_weight).map_or(0, |size| size.rows);
+        let is_quick = |size: &&StepSize| token(size) <= SLACK * quickest && size.rows >= lightest;
+        let is_enough = |size: &&StepSize| {
+            rate(size) * PROMPT_WAIT.as_secs_f64() >= waiting.tokens as f64 || rate(size) >= ENOUGH * best
         };
-        let is_enough =
-            |size: &&StepSize| rate(size) * PROMPT_WAIT.as_secs_f64() >= waiting as f64 || rate(size) >= ENOUGH * best;
-        let mut fit = self.sizes.iter().filter(is_fit);
-        let size = fit.clone().find(is_enough).or_else(|| fit.next_back()).or(self.sizes.last());
-        size.map_or(0, |size| size.rows.saturating_sub(decoding)).max(self.least)
+        let mut fit = self.sizes.iter().filter(is_fair).filter(is_quick);
+        match fit.clone().find(is_enough).or_else(|| fit.next_back()) {
+            Some(size) => size.rows - decoding,
+            // Prompts go on, too.
+            None => self.sizes.last().map_or(0, |size| size.rows.saturating_sub(decoding)).max(self.least),
+        }
     }
 
-    /// The mean time between tokens in seconds, if as many steps have prompts as these need.
-    fn pace(&self, size: &StepSize, decoding: u32, per_token: f64) -> f64 {
+    /// Seconds that a sequence takes for each of its tokens by steps of `size`, its part of the time of its prompt
+    /// included, if the sequences at hand go on as they do: `decoding` that decode, and `prompts` more.
+    fn token_s(&self, size: &StepSize, decoding: u32, prompts: u32, per_token: f64) -> f64 {
         let known = self.decode.iter().find(|step| step.rows >= decoding).or(self.decode.last());
         let Some(decode) = known else { return 0.0 };
-        let with_prompts = per_token * f64::from(decoding) / f64::from(size.rows.saturating_sub(decoding).max(1));
-        with_prompts * size.time.as_secs_f64() + (1.0 - with_prompts).max(0.0) * decode.time.as_secs_f64()
+        let (time, rows) = (size.time.as_secs_f64(), f64::from(size.rows));
+        // So many steps does the prompt of a token take, and so many of all steps have prompts.
+        let of_token = per_token / f64::from(size.rows.saturating_sub(decoding).max(1));
+        let with_prompts = (of_token * f64::from(decoding)).min(1.0);
+        let between = with_prompts * time + (1.0 - with_prompts) * decode.time.as_secs_f64();
+        // Where all steps have prompts, these keep sequences waiting until no more decode than are brought.
+        let in_full_steps = f64::from(decoding + prompts) * (1.0 + per_token) / rows * time;
+        (between + of_token * time).max(in_full_steps)
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use looplane_proto::worker::v1::Outcome;
 
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
+use crate::sched::step_rows::Waiting;
 use crate::sched::{
     Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, Standing, StepRows, StepSize, SubmitError,
 };
@@ -414,19 +415,19 @@ fn steps_are_as_large_as_those_who_wait_need() {
     let rows = StepRows { sizes, decode: vec![], alone: 2048, least: 64 };
     for (decoding, waiting, wanted, why) in [
         (0, 9000, 2048, "nobody decodes"),
-        (1, 1, 256, "128 rows would bring less than 0.55 of the best rate"),
+        (1, 1, 128, "64 rows would bring less than 0.4 of the best rate"),
         (14, 6000, 256, "are computed within 250 ms"),
         (14, 8000, 512, "are not, but in steps of 512; 384 take nearly as long"),
         (14, 9000, 1024, "nor in these; larger ones bring hardly more rows a second"),
         (14, 60_000, 1024, "whatever waits"),
-        (60, 100, 512, "of 256 rows a second fewer are of prompts now"),
-        (230, 100, 1024, "of 512 by far fewer"),
+        (60, 100, 256, "of 128 rows a second fewer are of prompts now"),
+        (230, 100, 512, "half of 256 are not theirs"),
         (230, 60_000, 1536, "rows that decode cost less in larger steps"),
         (1100, 60_000, 2048, "half of no step is for prompts"),
         (2040, 60_000, 2104, "prompts go on, too"),
     ] {
         assert_eq!(
-            rows.of_prompts(decoding, waiting, 8.0),
+            rows.of_prompts(decoding, Waiting { prompts: 1, tokens: waiting }, 8.0),
             wanted - decoding,
             "{decoding} decode, {waiting} wait: {why}"
         );
@@ -445,15 +446,19 @@ fn steps_with_prompts_are_so_large_that_others_are_many_and_quick() {
         (60, 0.5, 512, "still"),
         (60, 8.0, 2048, "1024 rows take 0.59 of the time, but tokens come more slowly by a thirteenth"),
         (30, 8.0, 2048, "still by a fourteenth"),
-        (14, 8.0, 512, "by a twelfth, which is not worth steps of 22 ms; nor steps of 13 by a twenty-third"),
-        (30, 1.0, 512, "by a fiftieth"),
+        (14, 8.0, 512, "by a tenth, which is not worth steps of 22 ms; nor steps of 13 by a twentieth"),
+        (30, 1.0, 512, "by a twenty-fifth"),
         (60, 100.0, 2048, "nearly all that is computed is prompts"),
     ] {
-        let found = rows.of_prompts(decoding, 100, per_token) + decoding;
+        let found = rows.of_prompts(decoding, Waiting { prompts: 1, tokens: 100 }, per_token) + decoding;
         assert_eq!(found, wanted, "{decoding} decode, {per_token} rows of prompts a token: {why}");
     }
     let unknown = StepRows { decode: vec![], ..rows };
-    assert_eq!(unknown.of_prompts(60, 100, 8.0), 512 - 60, "what other steps take is not known");
+    assert_eq!(
+        unknown.of_prompts(60, Waiting { prompts: 1, tokens: 100 }, 8.0),
+        512 - 60,
+        "what other steps take is not known"
+    );
 }
 
 #[test]

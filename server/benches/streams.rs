@@ -383,8 +383,7 @@ fn large_prompts(address: SocketAddr, ended: &AtomicBool, bytes: usize, beside: 
             r#"{{"model": "looplane-demo", "prompt": "{sent} {prompt}", "max_tokens": 1, "seed": {NO_STREAM}}}"#
         );
         let mut socket = std::net::TcpStream::connect(address).expect("the server listens");
-        socket.write_all(head("completions", &body).as_bytes()).expect("the server reads");
-        socket.write_all(body.as_bytes()).expect("the server reads");
+        socket.write_all((head("completions", &body) + &body).as_bytes()).expect("the server reads");
         answer.clear();
         while !answer.ends_with(b"}") {
             let mut part = [0; 4096];

@@ -1,6 +1,7 @@
 //! The product as processes: clients that go away, signals, orphans, idleness.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::{
@@ -189,10 +190,12 @@ async fn an_idle_server_rarely_wakes_and_uses_next_to_no_cpu() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     let pids: Vec<u32> = std::iter::once(server.pid()).chain(server.workers()).collect();
     assert_eq!(pids.len(), 5);
-    let used = |of: fn(u32) -> u64| pids.iter().map(|pid| of(*pid)).sum::<u64>();
-    let before = (used(cpu_ticks), used(wakeups));
+    let ticks = || pids.iter().map(|pid| cpu_ticks(*pid)).sum::<u64>();
+    let wakeups = || pids.iter().flat_map(|pid| wakeups(*pid)).collect::<BTreeMap<_, _>>();
+    let (ticks_before, wakeups_before) = (ticks(), wakeups());
     tokio::time::sleep(Duration::from_secs(WINDOW_S)).await;
-    let (ticks, wakeups) = (used(cpu_ticks) - before.0, used(wakeups).saturating_sub(before.1));
+    let since = |(thread, count)| count - wakeups_before.get(&thread).unwrap_or(&0);
+    let (ticks, wakeups) = (ticks() - ticks_before, wakeups().into_iter().map(since).sum::<u64>());
     // Linux counts 100 ticks a second towards user space, so 1 % of a core is a tick a second.
     let figures = format!("{wakeups} wake-ups and {ticks} ticks of 10 ms in {WINDOW_S} s");
     println!("{figures}");
@@ -221,14 +224,14 @@ fn cpu_ticks(pid: u32) -> u64 {
     [11, 12].iter().map(|i| fields[*i].parse::<u64>().expect("a number")).sum()
 }
 
-/// How often the threads of a process gave up their core to wait for something.
-fn wakeups(pid: u32) -> u64 {
-    let of_thread = |status: String| {
-        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-        line.and_then(|count| count.trim().parse::<u64>().ok()).expect("Linux has it")
+/// How often each thread of a process gave up its core to wait for something.
+fn wakeups(pid: u32) -> Vec<(PathBuf, u64)> {
+    let of_thread = |thread: PathBuf| {
+        // It may end meanwhile.
+        let status = std::fs::read_to_string(thread.join("status")).ok()?;
+        let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        Some((thread, count.and_then(|count| count.trim().parse().ok()).expect("Linux has it")))
     };
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs");
-    // A thread may end meanwhile.
-    let statuses = threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("status")).ok());
-    statuses.map(of_thread).sum()
+    threads.flatten().filter_map(|thread| of_thread(thread.path())).collect()
 }

@@ -64,8 +64,8 @@ pub struct EngineArgs {
     pub max_batch_tokens: Option<u32>,
 
     /// Bound on the time between two tokens, in milliseconds: beside decoding sequences, a step takes only so many
-    /// prompt tokens (32 to 64 at least) as keep the time that is expected of it below. Prompts take longer for it
-    /// [default: off]
+    /// prompt tokens (at least 32, or 64 rows in all) as keep the time that is expected of it below. Prompts take
+    /// longer for it [default: off]
     #[arg(long, value_name = "MS", env = "LOOPLANE_ITL_TARGET_MS")]
     pub itl_target_ms: Option<u32>,
 

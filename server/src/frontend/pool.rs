@@ -30,7 +30,7 @@ pub enum LargeWork {
     /// without end for one that is free.
     Shares,
     /// It runs where a core is free, and whoever wakes has the core at once (Linux's SCHED_IDLE). Beside a prompt of
-    /// 118 000 tokens again and again, 2000 streams on two cores then have their tokens within 1.3 ms at the 99th
+    /// 118 000 tokens again and again, 2000 streams on two cores then have their tokens within 1.2 ms at the 99th
     /// percentile; at nice 5, 10 (docs/benchmarks.md).
     GivesWay,
 }

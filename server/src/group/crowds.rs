@@ -28,7 +28,7 @@ struct Gpu {
     few: &'static [(f64, f64)],
     /// Matrix passes without attention, by rows.
     many: &'static [(f64, f64)],
-    /// Attention of a row that decodes, for each position before it: of few rows, and of many.
+    /// Attention of a row that decodes, for each position before it: alone, and beside prompts in matrix passes.
     decode_position: [f64; 2],
     /// The same of a row of a prompt.
     prompt_position: f64,
@@ -36,21 +36,15 @@ struct Gpu {
 
 /// Most rows of a wide pass.
 const MOST_FEW: u32 = 64;
+/// Most rows of matrix passes whose times are known for each block.
+const MOST_IN_ROUNDS: u32 = 512;
 
 /// From docs/benchmarks.md and kernels/matrix/NOTES.md: steps at 512 positions less the reads of these; products behind
 /// others, with the power of a busy GPU; the attention of a prompt of 8192, and that of 64 and 224 rows beside prompts.
 const ONE_H200: Gpu = Gpu {
     name: "one H200",
     few: &[(1.0, 3.27e-3), (8.0, 3.45e-3), (16.0, 3.7e-3), (32.0, 3.9e-3), (64.0, 4.25e-3)],
-    many: &[
-        (65.0, 4.9e-3),
-        (128.0, 5.3e-3),
-        (256.0, 8.4e-3),
-        (384.0, 12.9e-3),
-        (512.0, 14.4e-3),
-        (1024.0, 27.4e-3),
-        (2048.0, 52.5e-3),
-    ],
+    many: &[(128.0, 5.3e-3), (256.0, 8.4e-3), (384.0, 12.9e-3), (512.0, 14.4e-3), (1024.0, 27.4e-3), (2048.0, 52.5e-3)],
     decode_position: [31e-9, 45e-9],
     prompt_position: 1.37e-9,
 };
@@ -60,7 +54,6 @@ const FOUR_H200: Gpu = Gpu {
     name: "four H200",
     few: &[(1.0, 0.97e-3), (8.0, 1.17e-3), (16.0, 1.38e-3), (32.0, 1.72e-3), (64.0, 2.05e-3)],
     many: &[
-        (65.0, 4.4e-3),
         (128.0, 4.6e-3),
         (256.0, 5.4e-3),
         (384.0, 7.1e-3),
@@ -77,14 +70,16 @@ const FOUR_H200: Gpu = Gpu {
 impl Gpu {
     /// A step of so many rows, of which those that decode have `decoded` positions before them in all, those of prompts
     /// `prompted`.
-    fn step(&self, rows: u32, decoded: u64, prompted: u64) -> Duration {
-        let (known, of_decode) = match rows <= MOST_FEW {
-            true => (self.few, self.decode_position[0]),
-            false => (self.many, self.decode_position[1]),
-        };
-        let above = known.partition_point(|&(knot, _)| knot < f64::from(rows)).clamp(1, known.len() - 1);
+    fn step(&self, decode_rows: u32, prompt_rows: u32, decoded: u64, prompted: u64) -> Duration {
+        let rows = decode_rows + prompt_rows;
+        let known = if rows <= MOST_FEW { self.few } else { self.many };
+        // Matrix passes compute blocks of rows in rounds of the device.
+        let is_whole = rows > MOST_FEW && rows <= MOST_IN_ROUNDS;
+        let rows_of_time = if is_whole { rows.next_multiple_of(128) } else { rows };
+        let above = known.partition_point(|&(knot, _)| knot < f64::from(rows_of_time)).clamp(1, known.len() - 1);
         let ((low, from), (high, to)) = (known[above - 1], known[above]);
-        let products = from + (to - from) * (f64::from(rows) - low).max(0.0) / (high - low);
+        let products = from + (to - from) * (f64::from(rows_of_time) - low).max(0.0) / (high - low);
+        let of_decode = self.decode_position[usize::from(prompt_rows > 0 && rows > MOST_FEW)];
         Duration::from_secs_f64(products + of_decode * decoded as f64 + self.prompt_position * prompted as f64)
     }
 }
@@ -148,7 +143,7 @@ impl Worker {
         if rows == 0 && step > 0 {
             return self.run(now);
         }
-        let time = if rows > 0 { self.gpu.step(rows, decoded, prompted) } else { Duration::ZERO };
+        let time = if rows > 0 { self.gpu.step(decode_rows, prompt_rows, decoded, prompted) } else { Duration::ZERO };
         let (version, step_ns) = (self.plan.version, time.as_nanos() as u64);
         let outcome = Outcome { version, step, ran_step: rows > 0, rows, tokens, step_ns, ..Outcome::default() };
         Some((outcome, StepTime { decode_rows, prompt_rows, time }))
@@ -232,11 +227,11 @@ impl World {
         let mut times = StepTimes::new(true, None);
         times.set_max_rows(MOST_ROWS);
         for rows in [1, 8, 32, 64, 128, 256, 512] {
-            let time = gpu.step(rows, rows.into(), 0);
+            let time = gpu.step(rows, 0, rows.into(), 0);
             times.observe(&StepTime { decode_rows: rows, prompt_rows: 0, time });
         }
         for rows in [64, 128, 256, 512, 1024, 2048, 384, 768, 1536] {
-            let time = gpu.step(rows, 0, u64::from(rows * rows / 2));
+            let time = gpu.step(0, rows, 0, u64::from(rows * rows / 2));
             times.observe(&StepTime { decode_rows: 0, prompt_rows: rows, time });
         }
         scheduler.limit_step_rows(times.rows());
@@ -369,7 +364,7 @@ fn a_crowd_with_prompts_has_its_tokens_often_and_without_gaps() {
     let seen = World::new(&ONE_H200, crowd(1024, 128, 16)).run(20);
     assert!(seen.tokens_a_second > 2300.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
     let seen = World::new(&ONE_H200, crowd(128, 256, 64)).run(20);
-    assert!(seen.tokens_a_second > 11_500.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
+    assert!(seen.tokens_a_second > 10_700.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
 }
 
 #[test]

@@ -16,13 +16,13 @@ const REMEMBERED: usize = 64;
 const ROWS_OF_A_UNIT: f64 = 4.0;
 /// What a step with rows of prompts should take at most, where nobody says otherwise.
 const PROMPT_STEP: Duration = Duration::from_millis(500);
-/// Rows of prompts in a step before any was timed, and the least: steps of fewer would spend their time on reading
+/// Rows of a step with prompts before any was timed, and the fewest: steps of fewer would spend their time on reading
 /// weights.
 const MIN_PROMPT_ROWS: u32 = 64;
 /// A step of twice the rows takes at most so many times as long as two.
 const UNEVEN: f64 = 1.25;
 /// In so many steps the time of a size that was not used goes most of the way to the best that is plausible, so that it
-/// is tried again: it may have been disturbed.
+/// is tried again: it may have been disturbed. Each time that it is tried for nothing costs some long steps.
 const FORGET: f64 = 4096.0;
 /// Numbers of rows of which times are kept; others lie between.
 const KNOTS: [u32; 14] = [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
@@ -127,7 +127,8 @@ impl StepTimes {
         let size = |rows| Some(StepSize { rows, time: Duration::from_secs_f64(self.mixed.at(rows)?) });
         let mut sizes: Vec<StepSize> = rows.filter_map(size).filter(|size| size.time <= PROMPT_STEP).collect();
         let alone = sizes.last().map_or(least, |size| size.rows);
-        sizes.retain(|size| self.itl_target.is_none_or(|target| size.time <= target));
+        let smallest = sizes.first().copied();
+        sizes.retain(|size| Some(*size) == smallest || self.itl_target.is_none_or(|target| size.time <= target));
         let sizes = match (self.is_thrifty, sizes.last()) {
             (false, Some(&most)) => vec![most],
             _ => sizes,
@@ -337,9 +338,25 @@ mod tests {
     }
 
     #[test]
+    fn a_size_that_a_target_excludes_is_tried_again_and_not_soon() {
+        let mut times = timed(Some(MS(8)));
+        let has_128 = |times: &StepTimes| times.rows().sizes.iter().any(|size| size.rows == 128);
+        let of_64 = Duration::from_secs_f64(times.mixed.at(64).unwrap());
+        while has_128(&times) {
+            times.observe(&step(14, 114, MS(30)));
+        }
+        let mut steps = 0;
+        while !has_128(&times) && steps < 10_000 {
+            times.observe(&step(14, 50, of_64));
+            steps += 1;
+        }
+        assert!((100..4096).contains(&steps), "{steps} steps");
+    }
+
+    #[test]
     fn the_target_bounds_steps_beside_sequences_that_decode() {
         for (target, sizes) in [
-            (4, &[][..]),
+            (4, &[64][..]),
             (8, &[64, 128]),
             (12, &[64, 128, 256]),
             (14, &[64, 128, 256, 384, 512]),

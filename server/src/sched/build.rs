@@ -62,7 +62,7 @@ impl Scheduler {
         let prompts = self.prompts_to_compute();
         let begun = prompts.iter().map(|&(_, slot, _)| self.slot(slot));
         let tokens = begun.map(|running| u64::from(running.prefill_end - running.reused)).sum();
-        let waiting = Waiting { prompts: prompts.len() as u32, tokens };
+        let waiting = Waiting { prompts: self.prompts as u32, tokens };
         let wanted = self.step_rows.of_prompts(decoding, waiting, self.mix.per_token());
         let mut budget = wanted.min(self.max_batch_tokens - decoding);
         let mut rows = vec![0; prompts.len()];

@@ -9,7 +9,7 @@ const PROMPT_WAIT: Duration = Duration::from_millis(250);
 const CALM: f64 = 0.4;
 /// And are no larger once they bring them at so much of it.
 const ENOUGH: f64 = 0.95;
-/// And a token takes so many times as long as by the best size, at most.
+/// And a token takes so many times as long as by the best of these, at most.
 const SLACK: f64 = 1.1;
 /// Of two sizes the longer one is better if tokens come faster by it than by this power of what it takes longer: a step
 /// may take twice as long if they come 7 % faster, for those who decode see its length.
@@ -28,11 +28,11 @@ pub struct StepSize {
     pub time: Duration,
 }
 
-/// Prompts in slots that are not computed to their end.
+/// Sequences in slots whose prompts are not computed to their end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Waiting {
     pub(super) prompts: u32,
-    /// Of these prompts, what is computed included and what is cached not.
+    /// Of those prompts that a step may compute, what is computed of them included and what was cached not.
     pub(super) tokens: u64,
 }
 
@@ -45,7 +45,7 @@ pub struct StepRows {
     pub decode: Vec<StepSize>,
     /// Where none decodes.
     pub alone: u32,
-    /// Of prompts at least where no size has room for both, however many sequences decode. At least 1.
+    /// The smallest step with prompts, half of which are theirs at least, however many sequences decode. At least 1.
     pub least: u32,
 }
 
@@ -67,20 +67,22 @@ impl StepRows {
             self.sizes.iter().filter(larger).any(|larger| rate(larger) >= OUTDONE * rate(size))
         };
         let is_fair = |size: &&StepSize| size.rows / 2 >= decoding && rate(size) >= CALM * best && !is_outdone(size);
-        let token = |size: &StepSize| self.token_s(size, decoding, waiting.prompts, per_token);
-        let quickest = self.sizes.iter().filter(is_fair).map(token).fold(f64::INFINITY, f64::min);
-        let weight = |size: &StepSize| token(size) * size.time.as_secs_f64().powf(LONGER);
-        let by_weight = |a: &&StepSize, b: &&StepSize| weight(a).total_cmp(&weight(b));
-        let lightest = self.sizes.iter().filter(is_fair).min_by(by_weight).map_or(0, |size| size.rows);
-        let is_quick = |size: &&StepSize| token(size) <= SLACK * quickest && size.rows >= lightest;
+        let token = |size| (size, self.token_s(size, decoding, waiting.prompts, per_token));
+        let fair: Vec<(&StepSize, f64)> = self.sizes.iter().filter(is_fair).map(token).collect();
+        let quickest = fair.iter().map(|(_, token)| *token).fold(f64::INFINITY, f64::min);
+        let weight = |(size, token): &(&StepSize, f64)| token * size.time.as_secs_f64().powf(LONGER);
+        let lightest = fair.iter().min_by(|a, b| weight(a).total_cmp(&weight(b))).map_or(0, |(size, _)| size.rows);
+        let is_quick = |(size, token): &&(&StepSize, f64)| *token <= SLACK * quickest && size.rows >= lightest;
         let is_enough = |size: &&StepSize| {
             rate(size) * PROMPT_WAIT.as_secs_f64() >= waiting.tokens as f64 || rate(size) >= ENOUGH * best
         };
-        let mut fit = self.sizes.iter().filter(is_fair).filter(is_quick);
+        let mut fit = fair.iter().filter(is_quick).map(|(size, _)| *size);
         match fit.clone().find(is_enough).or_else(|| fit.next_back()) {
             Some(size) => size.rows - decoding,
-            // Prompts go on, too.
-            None => self.sizes.last().map_or(0, |size| size.rows.saturating_sub(decoding)).max(self.least),
+            None => {
+                let rows = self.sizes.last().map_or(0, |size| size.rows.saturating_sub(decoding));
+                rows.max(self.least.div_ceil(2))
+            }
         }
     }
 
@@ -95,8 +97,9 @@ impl StepRows {
         let with_prompts = (of_token * f64::from(decoding)).min(1.0);
         let between = with_prompts * time + (1.0 - with_prompts) * decode.time.as_secs_f64();
         // Where all steps have prompts, these keep sequences waiting until no more decode than are brought.
+        let is_full = of_token * f64::from(decoding) >= 1.0;
         let in_full_steps = f64::from(decoding + prompts) * (1.0 + per_token) / rows * time;
-        (between + of_token * time).max(in_full_steps)
+        (between + of_token * time).max(if is_full { in_full_steps } else { 0.0 })
     }
 }
 

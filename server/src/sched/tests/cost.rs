@@ -19,7 +19,7 @@ fn steps(slots: u32, steps_per_plan: u32, page_positions: u32) -> Vec<(Option<Du
     };
     let shape = Shape { max_slots: slots, max_batch_tokens: slots, kv_pages, page_positions };
     let mut scheduler = Scheduler::new(limits).unwrap();
-    scheduler.is_unchecked = true;
+    scheduler.leave_unchecked();
     scheduler.apply(shape.ready(), &mut Vec::new());
     let mut worker = FakeWorker::new(shape);
     let requests = (0..2 * count).map(|seed| request(seed, 1, 2 * STEPS, vec![])).collect();
@@ -77,7 +77,7 @@ fn crowd(prefix_cache: bool) -> Duration {
     };
     let shape = Shape { max_slots: STREAMS, max_batch_tokens: 2048, kv_pages: 8000, page_positions: 64 };
     let mut scheduler = Scheduler::new(limits).unwrap();
-    scheduler.is_unchecked = true;
+    scheduler.leave_unchecked();
     scheduler.apply(shape.ready(), &mut Vec::new());
     let mut worker = FakeWorker::new(shape);
     let common = request(1, 960, 1, vec![]).prompt;

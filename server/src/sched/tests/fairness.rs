@@ -32,7 +32,7 @@ impl Line {
         };
         let mut scheduler = Scheduler::new(limits).unwrap();
         // Random runs check the invariants; crowds take their time.
-        scheduler.is_unchecked = true;
+        scheduler.leave_unchecked();
         scheduler.apply(shape.ready(), &mut Vec::new());
         Self { scheduler, worker: FakeWorker::new(shape), names: BTreeMap::new(), admitted: Vec::new() }
     }

@@ -400,9 +400,9 @@ fn the_owner_bounds_the_rows_of_steps_with_prompts() {
     submit(&mut scheduler, 3, 240, 9).unwrap();
     assert_eq!(prompt_rows(&mut scheduler), [(1, 29)]);
     scheduler.limit_step_rows(StepRows { sizes: sizes([(1, 10)]), ..rows.clone() });
-    assert_eq!(prompt_rows(&mut scheduler), [(2, 3)], "prompts go on, too");
+    assert_eq!(prompt_rows(&mut scheduler), [(2, 2)], "prompts go on, too");
     scheduler.limit_step_rows(StepRows { sizes: vec![], ..rows });
-    assert_eq!(prompt_rows(&mut scheduler), [(2, 3)]);
+    assert_eq!(prompt_rows(&mut scheduler), [(2, 2)]);
     scheduler.limit_step_rows(StepRows::default());
     assert_eq!(prompt_rows(&mut scheduler), [(2, 126)], "no step has more than the group can take");
 }
@@ -421,16 +421,22 @@ fn steps_are_as_large_as_those_who_wait_need() {
         (14, 9000, 1024, "nor in these; larger ones bring hardly more rows a second"),
         (14, 60_000, 1024, "whatever waits"),
         (60, 100, 256, "of 128 rows a second fewer are of prompts now"),
-        (230, 100, 512, "half of 256 are not theirs"),
+        (230, 100, 512, "half of 384 are not theirs"),
         (230, 60_000, 1536, "rows that decode cost less in larger steps"),
         (1100, 60_000, 2048, "half of no step is for prompts"),
-        (2040, 60_000, 2104, "prompts go on, too"),
+        (2040, 60_000, 2072, "prompts go on, too"),
     ] {
         assert_eq!(
             rows.of_prompts(decoding, Waiting { prompts: 1, tokens: waiting }, 8.0),
             wanted - decoding,
             "{decoding} decode, {waiting} wait: {why}"
         );
+    }
+    // A bound on the time of steps leaves the smallest.
+    let rows = StepRows { sizes: self::sizes([(64, 5)]), ..rows };
+    for (decoding, wanted, why) in [(14, 50, "64 rows in all"), (40, 32, "half of one is for prompts at least")] {
+        let waiting = Waiting { prompts: 1, tokens: 9000 };
+        assert_eq!(rows.of_prompts(decoding, waiting, 8.0), wanted, "{decoding} decode: {why}");
     }
 }
 

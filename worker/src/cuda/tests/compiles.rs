@@ -129,6 +129,29 @@ fn covering(mut jobs: Vec<Job>) -> Vec<Job> {
     few
 }
 
+/// What `tests/wide/products.py` times.
+#[test]
+fn products_that_are_timed_alone_compile() {
+    let compiler = match Compiler::find() {
+        Ok(compiler) => compiler,
+        Err(missing) => {
+            assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
+            eprintln!("skipped: {missing}");
+            return;
+        }
+    };
+    let layout = layout(&ModelConfig { layer_weights: INT4, ..Shape::B8.config() }, 128);
+    let wide = VARIANTS.iter().find(|variant| variant.design == Design::Wide).expect("there are wide passes");
+    // Gate and up, and down.
+    for product in [0, 3] {
+        let mut program = wide.program(&layout);
+        program.source = include_str!("../../../kernels/tests/wide/products.cu");
+        program.defines.push(("LP_PRODUCT", product));
+        let (binary, _) = compiler.build(&program, &Cache::from_environment()).unwrap_or_else(|e| panic!("{e}"));
+        assert!(!binary.log.contains(SERIALIZED), "product {product}: {}", binary.log);
+    }
+}
+
 #[test]
 fn every_shape_compiles_and_its_resources_are_told() {
     let compiler = match Compiler::find() {

@@ -5,8 +5,10 @@ use std::time::Duration;
 /// Beside sequences that decode, steps are large enough that prompts do not wait longer than this for their end, where
 /// there are such.
 const PROMPT_WAIT: Duration = Duration::from_millis(250);
-/// They bring prompts at no less than this of the best rate, or few would wait for long.
+/// They bring prompts at no less than this of the best rate, or few would wait for long,
 const CALM: f64 = 0.4;
+/// unless the prompts that wait are computed so soon.
+const SOON: Duration = Duration::from_millis(20);
 /// And are no larger once they bring them at so much of it.
 const ENOUGH: f64 = 0.95;
 /// And a token takes so many times as long as by the best of these, at most.
@@ -66,16 +68,18 @@ impl StepRows {
             let larger = |other: &&StepSize| other.rows > size.rows && other.time <= size.time.mul_f64(HARDLY_LONGER);
             self.sizes.iter().filter(larger).any(|larger| rate(larger) >= OUTDONE * rate(size))
         };
-        let is_fair = |size: &&StepSize| size.rows / 2 >= decoding && rate(size) >= CALM * best && !is_outdone(size);
+        let is_within = |size: &StepSize, limit: Duration| rate(size) * limit.as_secs_f64() >= waiting.tokens as f64;
+        let is_fair = |size: &&StepSize| {
+            let is_calm = rate(size) >= CALM * best || is_within(size, SOON);
+            size.rows / 2 >= decoding && is_calm && !is_outdone(size)
+        };
         let token = |size| (size, self.token_s(size, decoding, waiting.prompts, per_token));
         let fair: Vec<(&StepSize, f64)> = self.sizes.iter().filter(is_fair).map(token).collect();
         let quickest = fair.iter().map(|(_, token)| *token).fold(f64::INFINITY, f64::min);
         let weight = |(size, token): &(&StepSize, f64)| token * size.time.as_secs_f64().powf(LONGER);
         let lightest = fair.iter().min_by(|a, b| weight(a).total_cmp(&weight(b))).map_or(0, |(size, _)| size.rows);
         let is_quick = |(size, token): &&(&StepSize, f64)| *token <= SLACK * quickest && size.rows >= lightest;
-        let is_enough = |size: &&StepSize| {
-            rate(size) * PROMPT_WAIT.as_secs_f64() >= waiting.tokens as f64 || rate(size) >= ENOUGH * best
-        };
+        let is_enough = |size: &&StepSize| is_within(size, PROMPT_WAIT) || rate(size) >= ENOUGH * best;
         let mut fit = fair.iter().filter(is_quick).map(|(size, _)| *size);
         match fit.clone().find(is_enough).or_else(|| fit.next_back()) {
             Some(size) => size.rows - decoding,

@@ -415,12 +415,13 @@ fn steps_are_as_large_as_those_who_wait_need() {
     let rows = StepRows { sizes, decode: vec![], alone: 2048, least: 64 };
     for (decoding, waiting, wanted, why) in [
         (0, 9000, 2048, "nobody decodes"),
-        (1, 1, 128, "64 rows would bring less than 0.4 of the best rate"),
+        (1, 200, 64, "is computed within 20 ms"),
+        (1, 300, 128, "64 rows would bring less than 0.4 of the best rate"),
         (14, 6000, 256, "are computed within 250 ms"),
         (14, 8000, 512, "are not, but in steps of 512; 384 take nearly as long"),
         (14, 9000, 1024, "nor in these; larger ones bring hardly more rows a second"),
         (14, 60_000, 1024, "whatever waits"),
-        (60, 100, 256, "of 128 rows a second fewer are of prompts now"),
+        (60, 200, 256, "of 128 rows a second fewer are of prompts now"),
         (230, 100, 512, "half of 384 are not theirs"),
         (230, 60_000, 1536, "rows that decode cost less in larger steps"),
         (1100, 60_000, 2048, "half of no step is for prompts"),

@@ -47,7 +47,7 @@ prefix-figures *ARGS:
 
 # What crowds of clients would see of the scheduler on GPUs, in virtual time.
 crowds:
-    cargo test --release --workspace --lib -- --ignored group::crowds --nocapture
+    cargo test --release --workspace --lib -- --ignored group::tests::crowds --nocapture
 
 # On more than two cores, with `--cpus 0,1 --client-cpus 2-15`, the clients do not take the server's.
 # What a streamed token costs the front end, and how long it takes to its client, as a table.

@@ -9,8 +9,6 @@
 
 mod common;
 mod config;
-#[cfg(test)]
-mod crowds;
 mod delivery;
 #[cfg(test)]
 pub(crate) mod fake;
@@ -19,8 +17,6 @@ mod figures;
 mod process;
 mod quarantine;
 mod restart;
-#[cfg(test)]
-mod simulation;
 mod sockets;
 mod start;
 mod step_times;

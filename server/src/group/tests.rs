@@ -1,8 +1,11 @@
-//! The group against scripted workers on real Unix sockets: loading, streaming, faults, drain.
+//! The group against scripted workers on real Unix sockets: loading, streaming, faults, drain. In virtual time:
+//! faults of all kinds (`simulation`), and what crowds see of a GPU (`crowds`).
 
+mod crowds;
 mod faults;
 mod isolation;
 mod metrics;
+mod simulation;
 
 use std::path::PathBuf;
 use std::sync::Arc;

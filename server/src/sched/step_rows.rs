@@ -5,9 +5,9 @@ use std::time::Duration;
 /// Beside sequences that decode, steps are large enough that prompts do not wait longer than this for their end, where
 /// there are such.
 const PROMPT_WAIT: Duration = Duration::from_millis(250);
-/// They bring prompts at no less than this of the best rate, or few would wait for long,
+/// They bring prompts at no less than this of the best rate, or few would wait for long.
 const CALM: f64 = 0.4;
-/// unless the prompts that wait are computed so soon.
+/// That is not asked of a size that computes within this time all prompts that wait.
 const SOON: Duration = Duration::from_millis(20);
 /// And are no larger once they bring them at so much of it.
 const ENOUGH: f64 = 0.95;

@@ -129,17 +129,20 @@ fn covering(mut jobs: Vec<Job>) -> Vec<Job> {
     few
 }
 
+/// NVRTC; `None`, which is said, where nobody names it and it is not found.
+pub(super) fn compiler() -> Option<Compiler> {
+    let found = Compiler::find();
+    if let Err(missing) = &found {
+        assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
+        eprintln!("skipped: {missing}");
+    }
+    found.ok()
+}
+
 /// What `tests/wide/products.py` times.
 #[test]
 fn products_that_are_timed_alone_compile() {
-    let compiler = match Compiler::find() {
-        Ok(compiler) => compiler,
-        Err(missing) => {
-            assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
-            eprintln!("skipped: {missing}");
-            return;
-        }
-    };
+    let Some(compiler) = compiler() else { return };
     let layout = layout(&ModelConfig { layer_weights: INT4, ..Shape::B8.config() }, 128);
     let wide = VARIANTS.iter().find(|variant| variant.design == Design::Wide).expect("there are wide passes");
     // Gate and up, and down.
@@ -154,14 +157,7 @@ fn products_that_are_timed_alone_compile() {
 
 #[test]
 fn every_shape_compiles_and_its_resources_are_told() {
-    let compiler = match Compiler::find() {
-        Ok(compiler) => compiler,
-        Err(missing) => {
-            assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
-            eprintln!("skipped: {missing}");
-            return;
-        }
-    };
+    let Some(compiler) = compiler() else { return };
     // Qwen 3 4B: leaves of an odd number of stages and a shorter one.
     let shapes = [Shape::B8, Shape::Qwen3B4, Shape::Llama1B, Shape::B3, Shape::B1, Shape::Tiny];
     let shapes = shapes.into_iter().map(|shape| (shape.name().to_owned(), shape.config()));

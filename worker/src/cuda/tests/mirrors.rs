@@ -4,11 +4,12 @@
 use std::fmt::Write;
 use std::mem::offset_of;
 
+use super::compiles;
 use crate::bench::Shape;
 use crate::cuda::error::CudaError;
 use crate::cuda::kernels::blocks::best_blocks;
 use crate::cuda::kernels::cache::{Binary, Cache};
-use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE, Program};
+use crate::cuda::kernels::compile::{Compiler, Program};
 use crate::cuda::kernels::launch::{Launch, Row};
 use crate::cuda::kernels::matrix::Pass;
 use crate::cuda::kernels::sources::HEADERS;
@@ -147,14 +148,7 @@ impl RowLogprobs {
 
 /// The compiler, if there is one, and where it may put what it makes.
 fn compiler() -> Option<(Compiler, tempfile::TempDir)> {
-    match Compiler::find() {
-        Ok(compiler) => Some((compiler, tempfile::tempdir().unwrap())),
-        Err(missing) => {
-            assert!(std::env::var_os(NVRTC_VARIABLE).is_none(), "{missing}");
-            eprintln!("skipped: {missing}");
-            None
-        }
-    }
+    Some((compiles::compiler()?, tempfile::tempdir().unwrap()))
 }
 
 fn built(of: &(Compiler, tempfile::TempDir), program: &Program<'_>) -> Result<Binary, CudaError> {

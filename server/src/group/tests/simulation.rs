@@ -10,11 +10,11 @@ use std::time::Duration;
 use looplane_proto::worker::v1::{Outcome, Plan};
 use tokio::time::Instant;
 
-use super::config::Timeouts;
-use super::quarantine::Quarantine;
-use super::restart::{Loss, RestartPolicy, Verdict};
-use super::step_times::{StepTime, StepTimes};
-use super::watchdog::Reports;
+use crate::group::config::Timeouts;
+use crate::group::quarantine::Quarantine;
+use crate::group::restart::{Loss, RestartPolicy, Verdict};
+use crate::group::step_times::{StepTime, StepTimes};
+use crate::group::watchdog::Reports;
 use crate::sched::fake_worker::{FakeWorker, Shape, expected, mix, request};
 use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, Standing, SubmitError};
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use looplane_proto::worker::v1::{Admit, Finish, Outcome, Plan, SampledToken};
 
-use super::step_times::{StepTime, StepTimes};
 use crate::engine::GeneratedToken;
+use crate::group::step_times::{StepTime, StepTimes};
 use crate::sched::fake_worker::{Shape, mix, request};
 use crate::sched::{Action, Event, Limits, Scheduler, Standing};
 
@@ -89,7 +89,8 @@ impl Gpu {
     }
 }
 
-/// A group that applies plans as worker.proto says, as far as that takes time.
+/// A group that applies plans as worker.proto says, as far as that takes time. (`FakeWorker` looks at every position
+/// before each token, to check the plans: crowds would take minutes.)
 struct Worker {
     gpu: &'static Gpu,
     slots: BTreeMap<u32, Slot>,

@@ -28,6 +28,9 @@ use looplane_server::{
     trace::Otlp,
 };
 use rustix::time::{ClockId, clock_gettime};
+use thread_priority::{
+    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy, thread_native_id,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -376,6 +379,9 @@ fn large_prompts(address: SocketAddr, ended: &AtomicBool, bytes: usize, beside: 
     const WORDS: &str = "lorem ipsum dolor sit amet ";
     let prompt = WORDS.repeat(bytes / WORDS.len());
     let (mut sent, mut answer) = (0, Vec::new());
+    // Where it shares a core with those who note times, what it writes must not delay them.
+    let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+    let _ = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
     std::thread::sleep(WARM_UP);
     while !ended.load(Ordering::Relaxed) {
         // No two are equal: the server keeps the tokens of texts that come again.

@@ -12,6 +12,7 @@ pub mod drafts;
 pub mod engine;
 pub mod fleet;
 pub mod frontend;
+mod give_way;
 pub mod group;
 pub mod grpc;
 pub mod http;

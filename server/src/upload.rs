@@ -13,6 +13,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::body::Body;
 use tokio::{
     sync::Semaphore,
+    task::yield_now,
     time::{Instant, timeout, timeout_at},
 };
 
@@ -35,6 +36,9 @@ const LEAST_BYTES_PER_SECOND: usize = 32 << 10;
 const DISCARD_LIMIT: Duration = Duration::from_secs(1);
 /// So many refused requests' bodies are read at one time: whoever has no key must not keep connections busy.
 const MAX_DISCARDS: usize = 64;
+
+/// Others on the thread have their turn after so many bytes: a client on this machine sends gigabytes a second.
+const TURN_BYTES: usize = 128 << 10;
 
 /// Why a body was not read to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -161,10 +165,12 @@ impl Uploads {
             let mut body = pin!(body);
             let mut bytes = 0;
             while let Some(Ok(frame)) = body.frame().await {
+                let before = bytes;
                 bytes += frame.data_ref().map_or(0, Bytes::len);
                 if bytes > self.max_bytes {
                     return;
                 }
+                take_turns(before, bytes).await;
             }
         };
         // One that takes longer reads its answer late, or not at all.
@@ -190,7 +196,9 @@ impl Uploads {
             })?;
             let Ok(data) = frame.into_data() else { continue };
             memory.grow((bytes.len() + data.len()).saturating_sub(FREE_BYTES))?;
+            let before = bytes.len();
             bytes.extend_from_slice(&data);
+            take_turns(before, bytes.len()).await;
         }
         Ok(Upload { bytes: bytes.freeze(), _memory: memory })
     }
@@ -244,6 +252,13 @@ impl Drop for Part {
     }
 }
 
+/// Of a body that had `before` bytes and has `after`.
+async fn take_turns(before: usize, after: usize) {
+    if after / TURN_BYTES > before / TURN_BYTES {
+        yield_now().await;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use futures::{FutureExt, stream};
@@ -280,6 +295,19 @@ mod tests {
         let limit = Duration::from_millis(20);
         let silent = StreamBody::new(stream::pending::<Result<Frame<Bytes>, std::io::Error>>());
         assert_eq!(Uploads::new(10, limit).read(None, silent).await.unwrap_err(), UploadError::Timeout { limit });
+    }
+
+    #[tokio::test]
+    async fn others_have_their_turn_while_a_large_body_comes() {
+        let frames = |count| {
+            let frame = || Ok::<_, std::io::Error>(Frame::data(Bytes::from(vec![b'x'; 64 << 10])));
+            StreamBody::new(stream::iter((0..count).map(move |_| frame())))
+        };
+        let uploads = Uploads::new(8 << 20, LIMIT);
+        assert!(uploads.read(None, frames(1)).now_or_never().is_some());
+        assert!(uploads.read(None, frames(3)).now_or_never().is_none());
+        assert!(uploads.discard(frames(3)).now_or_never().is_none());
+        assert_eq!(uploads.read(None, frames(32)).await.unwrap().bytes.len(), 2 << 20);
     }
 
     #[test]

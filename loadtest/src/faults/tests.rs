@@ -201,12 +201,12 @@ async fn half_open_sockets_disturb_nobody_and_are_told() {
     assert_eq!((counts(&report["faults"]["half_open"], names), count(&report["completed"])), ([30, 30, 0, 0], 20));
 }
 
-/// The mock stands in for a server whose group is lost at 300 ms and answers again at 600 ms; a process that looks like
-/// its worker is killed meanwhile. Streams of 600 ms are live then.
+/// The mock stands in for a server whose group is lost at 300 ms and answers again at 1000 ms; a process that looks like
+/// its worker is killed meanwhile. Streams of 1200 ms are live then.
 async fn kill_in_a_run(fault: Fault, rank: u32, line: &str) -> (anyhow::Result<()>, Value) {
     let mut worker = kill::tests::stand_in(std::process::id(), rank);
     let mock = Mock { itl: Duration::from_millis(20), fault, ..Mock::default() };
-    let line = format!("--duration 900ms --concurrency 3 --max-tokens 30 --kill-worker {rank}@300ms {line}");
+    let line = format!("--duration 1200ms --concurrency 3 --max-tokens 60 --kill-worker {rank}@300ms {line}");
     let (outcome, report, _) = run_against(mock, &line).await;
     let status = worker.wait().expect("it was killed");
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9));
@@ -215,7 +215,7 @@ async fn kill_in_a_run(fault: Fault, rank: u32, line: &str) -> (anyhow::Result<(
 
 #[tokio::test]
 async fn a_worker_is_killed_and_clients_say_what_they_saw() {
-    let pause = Fault::Pause(Duration::from_millis(300), Duration::from_millis(600));
+    let pause = Fault::Pause(Duration::from_millis(300), Duration::from_millis(1000));
     let (chat, completions, fickle) = tokio::join!(
         kill_in_a_run(pause, 80, "--endpoint chat"),
         kill_in_a_run(pause, 83, "--endpoint completions"),
@@ -224,10 +224,10 @@ async fn a_worker_is_killed_and_clients_say_what_they_saw() {
     for (outcome, kill) in [chat, completions] {
         outcome.expect("all succeed");
         let ms = |name: &str| kill[name].as_f64().unwrap_or_else(|| panic!("{name} of {kill}"));
-        assert!((300.0..600.0).contains(&ms("killed_ms")), "{kill}");
-        // The mock's clock starts a few requests before that of the run.
-        assert!((100.0..500.0).contains(&ms("recovery_ms")), "{kill}");
-        assert!((250.0..700.0).contains(&ms("longest_gap_ms")), "{kill}");
+        assert!((300.0..1000.0).contains(&ms("killed_ms")), "{kill}");
+        // The mock's clock starts a few requests before that of the run, and a machine in use is late with everything.
+        assert!((800.0..2000.0).contains(&(ms("killed_ms") + ms("recovery_ms"))), "{kill}");
+        assert!((650.0..2000.0).contains(&ms("longest_gap_ms")), "{kill}");
         assert_eq!(kill["live_streams_completed"], 3, "{kill}");
         assert_eq!(kill["live_streams_failed_by_kind"], json!({}));
         assert_eq!(kill["asked_again"], json!({"same_text": 3, "other_text": 0, "unanswered": 0}));
@@ -240,7 +240,7 @@ async fn a_worker_is_killed_and_clients_say_what_they_saw() {
 async fn streams_that_do_not_survive_a_kill_are_told() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let page = directory.path().join("run.html");
-    let (outcome, kill) = kill_in_a_run(Fault::CloseAfter(28), 81, &format!("--html {}", page.display())).await;
+    let (outcome, kill) = kill_in_a_run(Fault::CloseAfter(58), 81, &format!("--html {}", page.display())).await;
     outcome.expect_err("every stream breaks off");
     let page = elements(&std::fs::read_to_string(page).expect("written"));
     let texts =

@@ -14,9 +14,8 @@ use std::{
 
 use tokio::sync::oneshot;
 
-/// Work on more bytes than these is large, and waits for large work alone: a few milliseconds are the most that the
-/// threads for small work take at a time.
-const LARGE_BYTES: usize = 64 << 10;
+use crate::give_way::LARGE_BYTES;
+
 /// Two, so that one stranger's body of the greatest size is not waited for by all.
 const LARGE_THREADS: usize = 2;
 const MAX_SMALL_THREADS: usize = 6;
@@ -29,9 +28,8 @@ pub enum LargeWork {
     /// As small work does, at nice 5. For cores that never rest, such as those of CPU workers: large work would wait
     /// without end for one that is free.
     Shares,
-    /// It runs where a core is free, and whoever wakes has the core at once (Linux's SCHED_IDLE). Beside a prompt of
-    /// 118 000 tokens again and again, 2000 streams on two cores then have their tokens within 1.2 ms at the 99th
-    /// percentile; at nice 5, 10 (docs/benchmarks.md).
+    /// It runs where a core is free, whoever wakes has the core at once (Linux's SCHED_IDLE), and long work is done in
+    /// pieces (give_way.rs). docs/benchmarks.md has what it is worth.
     GivesWay,
 }
 
@@ -129,7 +127,8 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.queue.lock().closed = true;
-        self.queue.changed.notify_all();
+        self.queue.small_came.notify_all();
+        self.queue.large_came.notify_all();
     }
 }
 
@@ -162,10 +161,13 @@ impl Drop for Queued {
     }
 }
 
+/// Work wakes one thread, and one of its own size: each that wakes takes the core of an async thread for a moment, and
+/// one of SCHED_IDLE may have that core next (give_way.rs).
 #[derive(Debug, Default)]
 struct Queue {
     waiting: Mutex<Waiting>,
-    changed: Condvar,
+    small_came: Condvar,
+    large_came: Condvar,
 }
 
 /// By number, which ascends with arrival.
@@ -195,9 +197,15 @@ impl Queue {
         waiting.next_id += 1;
         waiting.of(size).insert(id, work);
         drop(waiting);
-        // All: the one that is woken may not be one of this size.
-        self.changed.notify_all();
+        self.came(size).notify_one();
         id
+    }
+
+    fn came(&self, size: Size) -> &Condvar {
+        match size {
+            Size::Small => &self.small_came,
+            Size::Large => &self.large_came,
+        }
     }
 
     /// The oldest work of this size. `None`: the pool has ended.
@@ -210,7 +218,7 @@ impl Queue {
             if waiting.closed {
                 return None;
             }
-            waiting = self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+            waiting = self.came(size).wait(waiting).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -261,6 +269,29 @@ mod tests {
         assert_eq!(tokio::time::timeout(LIMIT, pool.run(1, || 7)).await.expect("a thread is free"), Ok(7));
         drop(release);
         assert_eq!(pool.run(LARGE, || 8).await, Ok(8));
+    }
+
+    /// A thread that wakes takes a core from others, for nothing where the work is not its own.
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn work_wakes_threads_of_its_size_alone() {
+        let pool = Arc::new(Pool::new(LargeWork::GivesWay));
+        let waits = |thread: i32| {
+            let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).expect("it lives");
+            let line = status.lines().find(|line| line.starts_with("voluntary_ctxt_switches")).expect("Linux has it");
+            line.split_whitespace().nth(1).expect("a number").parse::<u64>().expect("a number")
+        };
+        let own = || rustix::thread::gettid().as_raw_nonzero().get();
+        let large = pool.run(LARGE, own).await.expect("it runs");
+        // It waits by now, or soon.
+        let small = pool.run(1, own).await.expect("it runs");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let before = (waits(large), waits(small));
+        for _ in 0..200 {
+            pool.run(1, || ()).await.expect("it runs");
+        }
+        let after = (waits(large), waits(small));
+        assert!(after.0 - before.0 < 20 && after.1 > before.1, "{before:?} {after:?}");
     }
 
     #[tokio::test]

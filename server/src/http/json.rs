@@ -1,13 +1,24 @@
 //! JSON bodies, in which every key stands once: of two values for a field one would be ignored in silence.
 
-use std::{cell::RefCell, fmt};
+use std::{
+    cell::RefCell,
+    fmt,
+    io::{self, BufReader, Read},
+};
 
 use axum::http::StatusCode;
 use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
 use super::error::ApiError;
-use crate::request::{FieldError, MAX_MESSAGES, RequestError};
+use crate::{
+    give_way::between_pieces,
+    request::{FieldError, MAX_MESSAGES, RequestError},
+};
+
+/// A body of so many bytes and more is read in pieces, which takes several times as long.
+const LONG_BYTES: usize = 1 << 20;
+const PIECE_BYTES: usize = 32 << 10;
 
 /// Reads a whole body for a context of `max_context` tokens. Values take many times the memory of their text, so a list
 /// or an object is not kept when it gets longer than any can be that is valid.
@@ -16,10 +27,12 @@ use crate::request::{FieldError, MAX_MESSAGES, RequestError};
 /// 400: what is no JSON, which key stands twice, or which list or object is too long.
 pub(super) fn parse(body: &[u8], max_context: u32) -> Result<Value, ApiError> {
     let found = RefCell::new(None);
-    let mut deserializer = serde_json::Deserializer::from_slice(body);
     let rules = Rules { max_items: MAX_MESSAGES.max(max_context as usize), found: &found };
-    let root = Checked { at: &Place::Root, rules: &rules };
-    let value = root.deserialize(&mut deserializer).and_then(|value| deserializer.end().map(|()| value));
+    let value = if body.len() < LONG_BYTES {
+        read(serde_json::Deserializer::from_slice(body), &rules)
+    } else {
+        read(serde_json::Deserializer::from_reader(BufReader::with_capacity(PIECE_BYTES, Pieces(body))), &rules)
+    };
     value.map_err(|error| match found.take() {
         Some(Breach::Duplicate(key)) => {
             let message = format!("{key}: this key is given twice; leave one out");
@@ -34,6 +47,24 @@ pub(super) fn parse(body: &[u8], max_context: u32) -> Result<Value, ApiError> {
         }
         None => ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not valid JSON: {error}")),
     })
+}
+
+fn read<'de, R: serde_json::de::Read<'de>>(
+    mut deserializer: serde_json::Deserializer<R>,
+    rules: &Rules<'_>,
+) -> serde_json::Result<Value> {
+    let value = Checked { at: &Place::Root, rules }.deserialize(&mut deserializer)?;
+    deserializer.end().map(|()| value)
+}
+
+/// A long body, whose thread gives way between its pieces.
+struct Pieces<'a>(&'a [u8]);
+
+impl Read for Pieces<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        between_pieces(self.0.len());
+        self.0.read(to)
+    }
 }
 
 /// What is looked for while a body is read.
@@ -231,5 +262,30 @@ mod tests {
             assert_eq!((error.code, error.param), ("invalid_json", None), "{body:.20}");
             assert!(error.message.contains("column"), "{}", error.message);
         }
+    }
+
+    /// In pieces, by another reader of the library's.
+    #[test]
+    fn long_bodies_are_read_as_short_ones_are() {
+        let text = format!("{{\"prompt\": \"{}\"}}", "a\\n\\u00e9 \u{e9}\u{1f600}".repeat(LONG_BYTES / 16));
+        assert!(text.len() > LONG_BYTES);
+        assert_eq!(parse(text.as_bytes(), CONTEXT).unwrap(), serde_json::from_str::<Value>(&text).unwrap());
+        let told = |body: &[u8]| parse(body, CONTEXT).map_err(|error| (error.code, error.param, error.message));
+        let stop = format!("{{\"stop\": {:?}}}", vec!["x"; 4097]);
+        for body in [
+            r#"{"a": [1, -2, 1.5, 18446744073709551615, 1e3, "\u00e9\n", true, null, {}], "b": {"a": {"a": []}}}"#,
+            r#"{"n": 1, "x": {"n": 2}, "n": null}"#,
+            "{\"a\": NaN}",
+            "{} {}",
+            "\"\\ud800\"",
+            &stop,
+            &"[".repeat(10_000),
+        ] {
+            let padded = format!("{body}{}", " ".repeat(LONG_BYTES));
+            assert_eq!(told(padded.as_bytes()), told(body.as_bytes()));
+        }
+        let mut broken = vec![b' '; LONG_BYTES];
+        broken.extend_from_slice(b"\"\xff\"");
+        assert_eq!(told(&broken).unwrap_err().0, "invalid_json");
     }
 }

@@ -15,6 +15,7 @@ mod defaults;
 mod detokenizer;
 mod grammar;
 mod output;
+mod parts;
 mod segments;
 mod stops;
 mod template;

@@ -1,11 +1,16 @@
 //! Texts that come again are cut into tokens once: what lies between two control tokens is a *segment*, such as a
 //! message of a conversation, and tokenizers cut each for itself. The tokens of long segments are kept for a while.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use lru::LruCache;
 use serde_json::Value;
 use tokenizers::{OffsetReferential, OffsetType, Result, Tokenizer};
+
+use super::parts::{may_be_cut, parts};
 
 /// Shorter segments are cut as fast as they are found.
 const LEAST_BYTES: usize = 256;
@@ -18,6 +23,7 @@ pub(super) struct Segments {
     kept: Mutex<Kept>,
     before: Vec<u32>,
     after: Vec<u32>,
+    may_be_cut: bool,
 }
 
 #[derive(Debug)]
@@ -46,7 +52,8 @@ impl Segments {
         let mut places = (0..=whole.len().checked_sub(alone.len())?).filter(|&at| whole[at..].starts_with(&alone));
         let (first, None) = (places.next()?, places.next()) else { return None };
         let kept = Mutex::new(Kept { tokens: LruCache::unbounded(), bytes: 0 });
-        Some(Self { kept, before: whole[..first].to_vec(), after: whole[first + alone.len()..].to_vec() })
+        let (before, after) = (whole[..first].to_vec(), whole[first + alone.len()..].to_vec());
+        Some(Self { kept, before, after, may_be_cut: may_be_cut(tokenizer) })
     }
 
     /// As `tokenizer` itself encodes a text. Only texts of the same `salt` are known again, so that nobody learns from
@@ -55,19 +62,37 @@ impl Segments {
     /// # Errors
     /// The tokenizer's own.
     pub(super) fn encode(&self, tokenizer: &Tokenizer, text: &str, special: bool, salt: &str) -> Result<Vec<u32>> {
-        let cut = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
         let mut ids = if special { self.before.clone() } else { Vec::new() };
-        for (_, (begin, end), control) in cut.get_splits(OffsetReferential::Original, OffsetType::Byte) {
+        for (place, control) in self.cuts(tokenizer, text) {
+            let text = &text[place];
             match control {
-                Some(tokens) => ids.extend(tokens.iter().map(|token| token.id)),
-                None if end - begin < LEAST_BYTES => {
-                    ids.extend(tokenizer.encode_fast(&text[begin..end], false)?.get_ids())
-                }
-                None => ids.extend_from_slice(&self.segment(tokenizer, &text[begin..end], salt)?),
+                Some(tokens) => ids.extend(tokens),
+                None if text.len() < LEAST_BYTES => ids.extend(tokenizer.encode_fast(text, false)?.get_ids()),
+                None => ids.extend_from_slice(&self.segment(tokenizer, text, salt)?),
             }
         }
         ids.extend_from_slice(if special { &self.after } else { &[] });
         Ok(ids)
+    }
+
+    /// Where a text's control tokens are, with their ids, and its segments, in order.
+    fn cuts(&self, tokenizer: &Tokenizer, text: &str) -> Vec<(Range<usize>, Option<Vec<u32>>)> {
+        let mut cuts: Vec<(Range<usize>, Option<Vec<u32>>)> = Vec::new();
+        let mut at = 0;
+        for part in parts(text, self.may_be_cut) {
+            let cut = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), part);
+            for (_, (begin, end), control) in cut.get_splits(OffsetReferential::Original, OffsetType::Byte) {
+                match cuts.last_mut() {
+                    Some((place, None)) if control.is_none() => place.end = at + end,
+                    _ => {
+                        let tokens = control.as_ref().map(|tokens| tokens.iter().map(|token| token.id).collect());
+                        cuts.push((at + begin..at + end, tokens));
+                    }
+                }
+            }
+            at += part.len();
+        }
+        cuts
     }
 
     fn segment(&self, tokenizer: &Tokenizer, text: &str, salt: &str) -> Result<Arc<[u32]>> {
@@ -77,7 +102,11 @@ impl Segments {
         if let Some(tokens) = kept().tokens.get(key.as_str()) {
             return Ok(tokens.clone());
         }
-        let tokens: Arc<[u32]> = tokenizer.encode_fast(text, false)?.get_ids().into();
+        let mut tokens = Vec::new();
+        for part in parts(text, self.may_be_cut) {
+            tokens.extend_from_slice(tokenizer.encode_fast(part, false)?.get_ids());
+        }
+        let tokens: Arc<[u32]> = tokens.into();
         kept().put(key.into(), tokens.clone());
         Ok(tokens)
     }

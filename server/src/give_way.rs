@@ -14,3 +14,18 @@ pub(crate) fn between_pieces(bytes: usize) {
         std::thread::yield_now();
     }
 }
+
+/// By so much the threads give way to others where they must not wait for a core that nobody else uses.
+pub(crate) const NICE: i32 = 5;
+
+/// Where cores are few, a stream's next token goes before a stranger's prompt. (On Linux the calling thread's alone.) A
+/// system that forbids it serves all the same.
+pub(crate) fn give_way_a_little() {
+    let _ = rustix::process::nice(NICE);
+}
+
+/// Threads for work that is small: a quarter of this machine's cores, within bounds. The others are the workers'.
+pub(crate) fn small_threads() -> usize {
+    const MOST: usize = 6;
+    std::thread::available_parallelism().map_or(1, |count| (count.get() / 4).clamp(1, MOST))
+}

@@ -14,13 +14,10 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use crate::give_way::LARGE_BYTES;
+use crate::give_way::{LARGE_BYTES, give_way_a_little, small_threads};
 
 /// Two, so that one stranger's body of the greatest size is not waited for by all.
 const LARGE_THREADS: usize = 2;
-const MAX_SMALL_THREADS: usize = 6;
-/// By so much the threads give way to others where they must not wait for a core that nobody else uses.
-const NICE: i32 = 5;
 
 /// How the threads for large work share the cores with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,12 +54,6 @@ impl LargeWork {
     }
 }
 
-/// Where cores are few, a stream's next token goes before a stranger's prompt. (On Linux the calling thread's alone.) A
-/// system that forbids it serves all the same.
-fn give_way_a_little() {
-    let _ = rustix::process::nice(NICE);
-}
-
 /// The work panicked; the panic is in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a thread that worked for the request panicked")]
@@ -77,12 +68,9 @@ pub(super) struct Pool {
 }
 
 impl Pool {
-    /// For small work a quarter of this machine's cores, within bounds: the others are the workers'.
-    ///
     /// # Panics
     /// If the operating system gives no threads: the process is just starting then, and could not serve.
     pub(super) fn new(large_work: LargeWork) -> Self {
-        let cores = thread::available_parallelism().map_or(1, |count| count.get());
         let queue = Arc::new(Queue::default());
         let start = |name: String, size: Size| {
             let queue = queue.clone();
@@ -98,7 +86,7 @@ impl Pool {
             };
             thread::Builder::new().name(name).spawn(run).expect("a process that starts can have a few threads");
         };
-        for index in 0..(cores / 4).clamp(1, MAX_SMALL_THREADS) {
+        for index in 0..small_threads() {
             start(format!("front-end-{index}"), Size::Small);
         }
         for index in 0..LARGE_THREADS {
@@ -240,6 +228,7 @@ mod tests {
     use thread_priority::{NormalThreadSchedulePolicy, ThreadSchedulePolicy};
 
     use super::*;
+    use crate::give_way::NICE;
 
     const LARGE: usize = LARGE_BYTES + 1;
     const LIMIT: Duration = Duration::from_secs(20);

@@ -5,13 +5,28 @@
 //! here a word ends there: none has a match that holds both, and none looks further than at the next character. So the
 //! tokens of the parts are those of the whole text.
 
-use serde_json::Value;
-use tokenizers::Tokenizer;
+use std::sync::LazyLock;
 
-use crate::give_way::between_pieces;
+use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
+use serde_json::Value;
+use tokenizers::{Result, Tokenizer};
+
+use crate::give_way::{LARGE_BYTES, between_pieces, give_way_a_little, small_threads};
 
 /// A part has so many bytes and what follows up to the next seam.
 const PART_BYTES: usize = 2 << 10;
+/// A text of so many bytes and more has helpers: a third of a millisecond's work for each of four.
+const SHARED_BYTES: usize = 8 << 10;
+
+/// Threads that cut the parts of one text at the same time, where this machine has cores for several.
+static HELPERS: LazyLock<Option<ThreadPool>> =
+    LazyLock::new(|| Some(small_threads()).filter(|threads| *threads > 1).and_then(helpers));
+
+/// `None` where the system gives no threads.
+fn helpers(threads: usize) -> Option<ThreadPool> {
+    let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("text-{index}"));
+    pool.start_handler(|_| give_way_a_little()).build().ok()
+}
 
 /// Patterns of `Split`: Llama 3's, Qwen 2's and 3's, Mistral's (Tekken). That of `ByteLevel` is GPT-2's.
 const PATTERNS: [&str; 3] = [
@@ -56,6 +71,34 @@ fn ends_words_at_seams(pre_tokenizer: &Value) -> Option<bool> {
         }
         _ => None,
     }
+}
+
+/// The tokens of a text. One of middle length is shared out among helpers; a long one's thread, which gives way, has it
+/// for itself.
+///
+/// # Errors
+/// The tokenizer's own.
+pub(super) fn encode(tokenizer: &Tokenizer, text: &str, may_be_cut: bool) -> Result<Vec<u32>> {
+    let shared = may_be_cut && (SHARED_BYTES..=LARGE_BYTES).contains(&text.len());
+    match HELPERS.as_ref().filter(|_| shared) {
+        Some(helpers) => encode_shared(tokenizer, text, helpers),
+        None => encode_in_turn(tokenizer, parts(text, may_be_cut)),
+    }
+}
+
+fn encode_shared(tokenizer: &Tokenizer, text: &str, helpers: &ThreadPool) -> Result<Vec<u32>> {
+    let parts: Vec<&str> = parts(text, true).collect();
+    let shares = parts.par_chunks(parts.len().div_ceil(helpers.current_num_threads()));
+    let encode = |share: &[&str]| encode_in_turn(tokenizer, share.iter().copied());
+    helpers.install(|| shares.map(encode).collect::<Result<Vec<_>>>()).map(|ids| ids.concat())
+}
+
+fn encode_in_turn<'a>(tokenizer: &Tokenizer, parts: impl Iterator<Item = &'a str>) -> Result<Vec<u32>> {
+    let mut ids = Vec::new();
+    for part in parts {
+        ids.extend_from_slice(tokenizer.encode_fast(part, false)?.get_ids());
+    }
+    Ok(ids)
 }
 
 /// The parts of a text, or the whole as one; between them a long text's thread gives way.
@@ -182,6 +225,19 @@ mod tests {
         let (last, others) = lens.split_last().unwrap();
         assert!(others.iter().all(|len| (PART_BYTES..PART_BYTES + 8).contains(len)), "{others:?}");
         assert_eq!((others.iter().sum::<usize>() + last, part_end("no seam", 100)), (text.len(), 7));
+    }
+
+    #[test]
+    fn helpers_have_the_tokens_of_the_whole_in_order() {
+        let (tokenizer, helpers) = (&TOKENIZERS[0], helpers(3).expect("a test can have a few threads"));
+        let words = (0..LARGE_BYTES / 4).map(|number| format!("w{number}, "));
+        let text = words.collect::<String>();
+        for bytes in [SHARED_BYTES, 3 * PART_BYTES, LARGE_BYTES] {
+            let text = &text[..bytes];
+            let whole = tokenizer.encode_fast(text, false).unwrap();
+            assert_eq!(encode_shared(tokenizer, text, &helpers).unwrap(), whole.get_ids(), "{bytes}");
+            assert_eq!(encode(tokenizer, text, true).unwrap(), whole.get_ids(), "{bytes}");
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use lru::LruCache;
 use serde_json::Value;
 use tokenizers::{OffsetReferential, OffsetType, Result, Tokenizer};
 
-use super::parts::{may_be_cut, parts};
+use super::parts::{encode, may_be_cut, parts};
 
 /// Shorter segments are cut as fast as they are found.
 const LEAST_BYTES: usize = 256;
@@ -102,11 +102,7 @@ impl Segments {
         if let Some(tokens) = kept().tokens.get(key.as_str()) {
             return Ok(tokens.clone());
         }
-        let mut tokens = Vec::new();
-        for part in parts(text, self.may_be_cut) {
-            tokens.extend_from_slice(tokenizer.encode_fast(part, false)?.get_ids());
-        }
-        let tokens: Arc<[u32]> = tokens.into();
+        let tokens: Arc<[u32]> = encode(tokenizer, text, self.may_be_cut)?.into();
         kept().put(key.into(), tokens.clone());
         Ok(tokens)
     }

@@ -8,6 +8,7 @@ mod gpu;
 mod matrix;
 mod matrix_passes;
 mod mirrors;
+mod page_model;
 mod plans;
 mod ranks;
 mod shapes;

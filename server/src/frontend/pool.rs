@@ -14,7 +14,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use crate::give_way::{LARGE_BYTES, give_way_a_little, small_threads};
+use crate::give_way::{LARGE_BYTES, give_way_a_little, let_be_helped, small_threads};
 
 /// Two, so that one stranger's body of the greatest size is not waited for by all.
 const LARGE_THREADS: usize = 2;
@@ -76,7 +76,10 @@ impl Pool {
             let queue = queue.clone();
             let run = move || {
                 match size {
-                    Size::Small => give_way_a_little(),
+                    Size::Small => {
+                        give_way_a_little();
+                        let_be_helped();
+                    }
                     Size::Large => large_work.enter(),
                 }
                 while let Some(work) = queue.next(size) {
@@ -228,7 +231,7 @@ mod tests {
     use thread_priority::{NormalThreadSchedulePolicy, ThreadSchedulePolicy};
 
     use super::*;
-    use crate::give_way::NICE;
+    use crate::give_way::{NICE, has_helpers};
 
     const LARGE: usize = LARGE_BYTES + 1;
     const LIMIT: Duration = Duration::from_secs(20);
@@ -264,23 +267,20 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[tokio::test]
     async fn work_wakes_threads_of_its_size_alone() {
-        let pool = Arc::new(Pool::new(LargeWork::GivesWay));
+        // Of which all run that are awake.
+        let pool = Arc::new(Pool::new(LargeWork::Shares));
         let waits = |thread: i32| {
             let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).expect("it lives");
             let line = status.lines().find(|line| line.starts_with("voluntary_ctxt_switches")).expect("Linux has it");
             line.split_whitespace().nth(1).expect("a number").parse::<u64>().expect("a number")
         };
-        let own = || rustix::thread::gettid().as_raw_nonzero().get();
-        let large = pool.run(LARGE, own).await.expect("it runs");
-        // It waits by now, or soon.
-        let small = pool.run(1, own).await.expect("it runs");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        let before = (waits(large), waits(small));
+        let large = pool.run(LARGE, || rustix::thread::gettid().as_raw_nonzero().get()).await.expect("it runs");
+        let before = waits(large);
         for _ in 0..200 {
             pool.run(1, || ()).await.expect("it runs");
         }
-        let after = (waits(large), waits(small));
-        assert!(after.0 - before.0 < 20 && after.1 > before.1, "{before:?} {after:?}");
+        // It began to wait for its next work meanwhile.
+        assert!(waits(large) - before < 20, "{before} {}", waits(large));
     }
 
     #[tokio::test]
@@ -321,6 +321,15 @@ mod tests {
             assert_eq!(pool.run(LARGE, policy).await, Ok(Some(expected)));
             let small = pool.run(1, move || (policy(), nice())).await;
             assert_eq!(small, Ok((Some(usual), Some((own + NICE).min(19)))));
+        }
+    }
+
+    /// Helpers do not give way.
+    #[tokio::test]
+    async fn small_work_alone_has_helpers() {
+        for large_work in [LargeWork::GivesWay, LargeWork::Shares] {
+            let pool = Pool::new(large_work);
+            assert_eq!((pool.run(1, has_helpers).await, pool.run(LARGE, has_helpers).await), (Ok(true), Ok(false)));
         }
     }
 

@@ -11,21 +11,21 @@ use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
 use serde_json::Value;
 use tokenizers::{Result, Tokenizer};
 
-use crate::give_way::{LARGE_BYTES, between_pieces, give_way_a_little, small_threads};
+use crate::give_way::{between_pieces, has_helpers, small_threads};
 
 /// A part has so many bytes and what follows up to the next seam.
 const PART_BYTES: usize = 2 << 10;
 /// A text of so many bytes and more has helpers: a third of a millisecond's work for each of four.
 const SHARED_BYTES: usize = 8 << 10;
 
-/// Threads that cut the parts of one text at the same time, where this machine has cores for several.
+/// Threads that cut the parts of one text at the same time, where this machine has cores for several. They have the
+/// priority of the thread that needs them first.
 static HELPERS: LazyLock<Option<ThreadPool>> =
     LazyLock::new(|| Some(small_threads()).filter(|threads| *threads > 1).and_then(helpers));
 
 /// `None` where the system gives no threads.
 fn helpers(threads: usize) -> Option<ThreadPool> {
-    let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("text-{index}"));
-    pool.start_handler(|_| give_way_a_little()).build().ok()
+    ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("text-{index}")).build().ok()
 }
 
 /// Patterns of `Split`: Llama 3's, Qwen 2's and 3's, Mistral's (Tekken). That of `ByteLevel` is GPT-2's.
@@ -73,14 +73,14 @@ fn ends_words_at_seams(pre_tokenizer: &Value) -> Option<bool> {
     }
 }
 
-/// The tokens of a text. One of middle length is shared out among helpers; a long one's thread, which gives way, has it
-/// for itself.
+/// The tokens of a text. In a thread that may have helpers a text that is long enough is shared out among them; the
+/// others give way.
 ///
 /// # Errors
 /// The tokenizer's own.
 pub(super) fn encode(tokenizer: &Tokenizer, text: &str, may_be_cut: bool) -> Result<Vec<u32>> {
-    let shared = may_be_cut && (SHARED_BYTES..=LARGE_BYTES).contains(&text.len());
-    match HELPERS.as_ref().filter(|_| shared) {
+    let shared = may_be_cut && text.len() >= SHARED_BYTES && has_helpers();
+    match shared.then(|| HELPERS.as_ref()).flatten() {
         Some(helpers) => encode_shared(tokenizer, text, helpers),
         None => encode_in_turn(tokenizer, parts(text, may_be_cut)),
     }
@@ -230,9 +230,8 @@ mod tests {
     #[test]
     fn helpers_have_the_tokens_of_the_whole_in_order() {
         let (tokenizer, helpers) = (&TOKENIZERS[0], helpers(3).expect("a test can have a few threads"));
-        let words = (0..LARGE_BYTES / 4).map(|number| format!("w{number}, "));
-        let text = words.collect::<String>();
-        for bytes in [SHARED_BYTES, 3 * PART_BYTES, LARGE_BYTES] {
+        let text = (0..16_000).map(|number| format!("w{number}, ")).collect::<String>();
+        for bytes in [PART_BYTES, SHARED_BYTES, 3 * SHARED_BYTES, 64 << 10] {
             let text = &text[..bytes];
             let whole = tokenizer.encode_fast(text, false).unwrap();
             assert_eq!(encode_shared(tokenizer, text, &helpers).unwrap(), whole.get_ids(), "{bytes}");

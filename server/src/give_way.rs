@@ -14,7 +14,7 @@ thread_local! {
 /// threads for small work take at a time.
 pub(crate) const LARGE_BYTES: usize = 64 << 10;
 
-/// Between two pieces of work on `bytes` bytes, each less than half a millisecond's.
+/// Between two pieces of work on `bytes` bytes.
 pub(crate) fn between_pieces(bytes: usize) {
     if bytes > LARGE_BYTES {
         std::thread::yield_now();

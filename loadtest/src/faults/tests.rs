@@ -201,8 +201,8 @@ async fn half_open_sockets_disturb_nobody_and_are_told() {
     assert_eq!((counts(&report["faults"]["half_open"], names), count(&report["completed"])), ([30, 30, 0, 0], 20));
 }
 
-/// The mock stands in for a server whose group is lost at 300 ms and answers again at 1000 ms; a process that looks like
-/// its worker is killed meanwhile. Streams of 1200 ms are live then.
+/// The mock stands in for a server whose group is lost at 300 ms and answers again at 1000 ms; a process that looks
+/// like its worker is killed meanwhile. Streams of 1200 ms are live then.
 async fn kill_in_a_run(fault: Fault, rank: u32, line: &str) -> (anyhow::Result<()>, Value) {
     let mut worker = kill::tests::stand_in(std::process::id(), rank);
     let mock = Mock { itl: Duration::from_millis(20), fault, ..Mock::default() };

@@ -53,6 +53,20 @@ pub(crate) fn mix(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// Random numbers that a seed repeats.
+pub(crate) struct Rng(pub(crate) u64);
+
+impl Rng {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(1);
+        mix(self.0) % bound.max(1)
+    }
+
+    pub(crate) fn chance(&mut self, permille: u64) -> bool {
+        self.below(1000) < permille
+    }
+}
+
 fn next_token(tokens: &[u32]) -> u32 {
     (tokens.iter().fold(0, |hash, &token| mix(hash ^ u64::from(token))) % VOCAB) as u32
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use looplane_proto::worker::v1::{Admit, Finish, Outcome, Plan};
 
-use super::fake_worker::{FakeWorker, Shape, expected, mix, request};
+use super::fake_worker::{FakeWorker, Rng, Shape, expected, mix, request};
 use super::{Action, Blame, Event, FinishReason, Limits, Scheduler, SequenceRequest, Standing, StepRows, StepSize};
 
 /// What one run tries.
@@ -95,19 +95,6 @@ impl Scene {
         let max_batch_tokens = max_slots + rng.below(12) as u32;
         let kv_pages = largest + rng.below(u64::from(largest * max_slots)) as u32;
         self.shape = Shape { max_slots, max_batch_tokens, kv_pages, ..self.shape };
-    }
-}
-
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(1);
-        mix(self.0) % bound.max(1)
-    }
-
-    fn chance(&mut self, permille: u64) -> bool {
-        self.below(1000) < permille
     }
 }
 

@@ -15,25 +15,12 @@ use crate::group::quarantine::Quarantine;
 use crate::group::restart::{Loss, RestartPolicy, Verdict};
 use crate::group::step_times::{StepTime, StepTimes};
 use crate::group::watchdog::Reports;
-use crate::sched::fake_worker::{FakeWorker, Shape, expected, mix, request};
+use crate::sched::fake_worker::{FakeWorker, Rng, Shape, expected, mix, request};
 use crate::sched::{Action, Blame, Event, Limits, Scheduler, SequenceRequest, Standing, SubmitError};
 
 /// Schedules that CI runs.
 const SCHEDULES: u64 = 30_000;
 const MS: fn(u64) -> Duration = Duration::from_millis;
-
-struct Rng(u64);
-
-impl Rng {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(1);
-        mix(self.0) % bound.max(1)
-    }
-
-    fn chance(&mut self, permille: u64) -> bool {
-        self.below(1000) < permille
-    }
-}
 
 /// How often what goes wrong, of 1000.
 #[derive(Debug, Clone, Copy)]

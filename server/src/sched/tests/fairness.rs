@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::{Rng, Run, Scene, Seen, Shape, runs};
-use crate::sched::fake_worker::{FakeWorker, mix, request};
+use super::{Run, Scene, Seen, Shape, runs};
+use crate::sched::fake_worker::{FakeWorker, Rng, mix, request};
 use crate::sched::{Event, Limits, PRIORITY_TOKENS, Scheduler, Standing, SubmitError};
 
 fn standing(owner: &str, weight: u32, priority: i32) -> Standing {

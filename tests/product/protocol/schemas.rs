@@ -185,7 +185,7 @@ fn validator(schema: &Value) -> Option<jsonschema::Validator> {
 #[test]
 fn whatever_is_drawn_from_a_schema_s_masks_is_valid() {
     let suite: Vec<Value> =
-        serde_json::from_str(include_str!("../../server/tests/fixtures/schemas/suite.json")).unwrap();
+        serde_json::from_str(include_str!("../../../server/tests/fixtures/schemas/suite.json")).unwrap();
     let text = Text::load(&fixture("llama-gqa")).unwrap();
     let looplane_proto::worker::v1::Vocabulary { texts, lengths, end } = text.grammars.vocabulary().unwrap();
     let mut left = &texts[..];

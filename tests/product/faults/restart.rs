@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{
     common::{EventStream, Server, draw_key, fixture, runs, signal, until},
-    replicas::{of_each, ready, two_replicas},
+    faults::replicas::{of_each, ready, two_replicas},
 };
 
 fn request(seed: u32) -> Value {

@@ -167,15 +167,18 @@ impl Curve {
     }
 
     /// What a step of `rows` rows says of other sizes, where its own is expected to take `change` longer now. Half of
-    /// that is put down to what all share, such as rows that decode at long contexts, but no other moves further than
-    /// by a step of its own. And others are expected to take less and less until they are tried: down to rows at the
-    /// best rate that is known, in no less than `least`, the time of a single row.
+    /// that is put down to what all share, such as rows that decode at long contexts or a GPU at the limit of its
+    /// power, but of smaller sizes no more than in proportion to their times, and no other moves further than by a step
+    /// of its own. And others are expected to take less and less until they are tried: down to rows at the best rate
+    /// that is known, in no less than `least`, the time of a single row.
     fn follow_beside(&mut self, rows: u32, change: f64, mut least: f64) {
         let row = self.known().map(|(knot, time)| time / f64::from(knot)).fold(f64::INFINITY, f64::min);
+        let own = self.at(rows).unwrap_or(f64::INFINITY);
         for (time, knot) in self.times.iter_mut().zip(KNOTS) {
             let Some(time) = time else { continue };
             if knot != rows {
-                *time += (change / 2.0).clamp(-FOLLOW * *time, FOLLOW * *time);
+                let shared = change / 2.0 * (*time / own).min(1.0);
+                *time += shared.clamp(-FOLLOW * *time, FOLLOW * *time);
                 *time -= (*time - row * f64::from(knot)).max(0.0) / FORGET;
             }
             *time = time.max(least);
@@ -335,6 +338,21 @@ mod tests {
                 assert!((time / truth - 1.0).abs() < 0.05, "{disturbed}: {rows} rows {time}, not {truth}");
             }
         }
+    }
+
+    /// A GPU that gets busy takes a quarter longer for each, milliseconds of large steps: a small one that was not used
+    /// meanwhile must not seem to take milliseconds longer, too, or it is not used again for a long time.
+    #[test]
+    fn large_steps_that_take_longer_say_little_of_small_ones() {
+        let mut times = timed(None);
+        for turn in 0..300 {
+            let (rows, us) = [(256, 8700), (512, 13_500), (1536, 36_600)][turn % 3];
+            times.observe(&step(14, rows - 14, Duration::from_micros(us * 5 / 4)));
+        }
+        let of = |rows| times.mixed.at(rows).unwrap() * 1e3;
+        assert!((10.8..10.9).contains(&of(256)) && (16.8..16.9).contains(&of(512)), "{times:?}");
+        assert!(of(128) < 6.5 * 1.4, "{} ms", of(128));
+        assert!(of(1024) > 24.7 * 1.1, "{} ms", of(1024));
     }
 
     #[test]

@@ -28,6 +28,8 @@ struct Gpu {
     few: &'static [(f64, f64)],
     /// Matrix passes without attention, by rows.
     many: &'static [(f64, f64)],
+    /// Steps of prompts by their rows, as they are timed at load, in that order, on a GPU that is not busy yet.
+    timed: &'static [(u32, f64)],
     /// Attention of a row that decodes, for each position before it: alone, and beside prompts in matrix passes.
     decode_position: [f64; 2],
     /// The same of a row of a prompt: in wide passes, and in matrix passes.
@@ -40,12 +42,23 @@ const MOST_FEW: u32 = 64;
 const MOST_IN_ROUNDS: u32 = 512;
 
 /// From docs/benchmarks.md and kernels/matrix/NOTES.md: steps at 512 positions less the reads of these; products behind
-/// others, with the power of a busy GPU; the attention of a prompt of 8192, of 64 rows of a prompt of 16 000, and of 64
-/// and 224 rows beside prompts.
+/// others, with the power of a busy GPU, of 16 streams with prompts of 1024 tokens up to 512 rows; the attention of a
+/// prompt of 8192, of 64 rows of a prompt of 16 000, and of 64 and 224 rows beside prompts.
 const ONE_H200: Gpu = Gpu {
     name: "one H200",
-    few: &[(1.0, 3.27e-3), (8.0, 3.45e-3), (16.0, 3.7e-3), (32.0, 3.9e-3), (64.0, 4.25e-3)],
-    many: &[(128.0, 5.3e-3), (256.0, 8.4e-3), (384.0, 12.9e-3), (512.0, 14.4e-3), (1024.0, 27.4e-3), (2048.0, 52.5e-3)],
+    few: &[(1.0, 3.27e-3), (8.0, 3.45e-3), (16.0, 3.87e-3), (32.0, 3.9e-3), (64.0, 4.25e-3)],
+    many: &[(128.0, 5.3e-3), (256.0, 8.7e-3), (384.0, 13.7e-3), (512.0, 15.1e-3), (1024.0, 27.4e-3), (2048.0, 52.5e-3)],
+    timed: &[
+        (64, 4.2e-3),
+        (128, 5.09e-3),
+        (256, 7.45e-3),
+        (512, 12.35e-3),
+        (1024, 23.45e-3),
+        (2048, 47.14e-3),
+        (384, 12.52e-3),
+        (768, 20.88e-3),
+        (1536, 36.09e-3),
+    ],
     decode_position: [31e-9, 45e-9],
     prompt_position: [12.1e-9, 1.37e-9],
 };
@@ -53,7 +66,7 @@ const ONE_H200: Gpu = Gpu {
 /// From the same.
 const FOUR_H200: Gpu = Gpu {
     name: "four H200",
-    few: &[(1.0, 0.97e-3), (8.0, 1.17e-3), (16.0, 1.38e-3), (32.0, 1.72e-3), (64.0, 2.05e-3)],
+    few: &[(1.0, 0.97e-3), (8.0, 1.17e-3), (16.0, 1.65e-3), (32.0, 1.72e-3), (64.0, 2.05e-3)],
     many: &[
         (128.0, 4.6e-3),
         (256.0, 5.4e-3),
@@ -63,6 +76,17 @@ const FOUR_H200: Gpu = Gpu {
         (1024.0, 12.8e-3),
         (1536.0, 18.1e-3),
         (2048.0, 21.5e-3),
+    ],
+    timed: &[
+        (64, 2.2e-3),
+        (128, 4.6e-3),
+        (256, 5.4e-3),
+        (512, 7.8e-3),
+        (1024, 12.8e-3),
+        (2048, 21.5e-3),
+        (384, 7.1e-3),
+        (768, 10.6e-3),
+        (1536, 18.1e-3),
     ],
     decode_position: [7.8e-9, 11.5e-9],
     prompt_position: [3.0e-9, 0.435e-9],
@@ -236,8 +260,8 @@ impl World {
             let time = gpu.step(rows, 0, rows.into(), 0);
             times.observe(&StepTime { decode_rows: rows, prompt_rows: 0, time });
         }
-        for rows in [64, 128, 256, 512, 1024, 2048, 384, 768, 1536] {
-            let time = gpu.step(0, rows, 0, u64::from(rows * rows / 2));
+        for &(rows, time) in gpu.timed {
+            let time = Duration::from_secs_f64(time);
             times.observe(&StepTime { decode_rows: 0, prompt_rows: rows, time });
         }
         scheduler.limit_step_rows(times.rows());
@@ -370,17 +394,17 @@ fn a_crowd_with_prompts_has_its_tokens_often_and_without_gaps() {
     let seen = World::new(&ONE_H200, crowd(1024, 128, 16)).run(20);
     assert!(seen.tokens_a_second > 2300.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
     let seen = World::new(&ONE_H200, crowd(128, 256, 64)).run(20);
-    assert!(seen.tokens_a_second > 11_500.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
+    assert!(seen.tokens_a_second > 11_400.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
     // Few rows, again and again, are quicker than a matrix pass.
     let seen = World::new(&FOUR_H200, crowd(128, 256, 16)).run(20);
-    assert!(seen.tokens_a_second > 10_200.0 && seen.between_tokens[1] < 3.0, "{seen:?}");
+    assert!(seen.tokens_a_second > 8900.0 && seen.between_tokens[1] < 3.0, "{seen:?}");
 }
 
 #[test]
 fn conversations_have_their_first_tokens_five_times_as_soon_with_a_cache() {
     let [with, without] = [true, false].map(|prefix_cache| World::new(&ONE_H200, chats(prefix_cache)).run(30));
     assert!(5.0 * with.first_token[0] < without.first_token[0], "{with:?}; without {without:?}");
-    assert!(2.5 * without.tokens_a_second < with.tokens_a_second, "{with:?}; without {without:?}");
+    assert!(2.3 * without.tokens_a_second < with.tokens_a_second, "{with:?}; without {without:?}");
 }
 
 /// `just crowds`

@@ -1,12 +1,13 @@
 //! What a streamed token costs the front end, and how long it takes from the engine to its client.
 //!
-//! An engine that is played emits tokens to many streams at a fixed rate; clients in a process of their own note when
-//! each arrives. `cargo bench --workspace --bench streams -- --help` has the options.
+//! An engine that is played emits tokens to many streams at a fixed rate; clients in a process of their own take down
+//! when each arrives, by the kernel's clock: whatever keeps the clients off their cores has no part in it. `cargo bench --workspace --bench streams -- --help` has the options.
 
 use std::{
     collections::{BTreeSet, HashMap},
-    io::{Read, Write},
+    io::{self, IoSliceMut, Read, Write},
     net::SocketAddr,
+    os::fd::AsRawFd,
     path::Path,
     process::{Command as Process, Stdio},
     sync::{
@@ -27,12 +28,16 @@ use looplane_server::{
     text::Text,
     trace::Otlp,
 };
+use nix::sys::{
+    socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt},
+    time::TimeSpec,
+};
 use rustix::time::{ClockId, clock_gettime};
 use thread_priority::{
     NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy, thread_native_id,
 };
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncWriteExt, Interest},
     net::{TcpListener, TcpStream},
     sync::{mpsc, watch},
     task::JoinSet,
@@ -355,13 +360,18 @@ async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize
         format!(r#"{{"model": "looplane-demo", {asked}, "stream": true, "max_tokens": {tokens}, "seed": {stream}}}"#);
     let mut socket = TcpStream::connect(address).await.expect("the server listens");
     socket.set_nodelay(true).expect("it is a TCP socket");
+    setsockopt(&socket, sockopt::ReceiveTimestampns, &true).expect("Linux has it");
+    let (shared, own) = (clock(ClockId::Realtime), clock(ClockId::Monotonic));
+    let skew = shared.saturating_sub(own);
     socket.write_all((head(&options.route, &body) + &body).as_bytes()).await.expect("the server reads");
     let (mut times, mut buffer, mut held) = (Vec::new(), vec![0; 64 << 10], 0);
     while !ended.load(Ordering::Relaxed) {
-        let Ok(read) = timeout(Duration::from_millis(500), socket.read(&mut buffer[held..])).await else { continue };
-        let end = held + read.expect("the stream goes on");
+        let arrived = timeout(Duration::from_millis(500), receive(&socket, &mut buffer[held..])).await;
+        let Ok(arrived) = arrived else { continue };
+        let (read, at) = arrived.expect("the stream goes on");
+        let end = held + read;
         assert!(end > held, "the server ended stream {stream}: {}", String::from_utf8_lossy(&buffer[..end]));
-        let now = micros_since(base);
+        let now = (at.saturating_sub(skew).as_micros() as u64).saturating_sub(base) as u32;
         // Whole events; the rest is kept.
         let whole = buffer[..end].windows(2).rposition(|pair| pair == b"\n\n").map_or(0, |at| at + 2);
         let text = String::from_utf8_lossy(&buffer[..whole]);
@@ -371,6 +381,21 @@ async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize
         held = end - whole;
     }
     times
+}
+
+/// Reads what has arrived: how many bytes, and when the kernel had the last of them, by the clock of the day.
+async fn receive(socket: &TcpStream, buffer: &mut [u8]) -> io::Result<(usize, Duration)> {
+    let message = || {
+        let (mut parts, mut space) = ([IoSliceMut::new(buffer)], nix::cmsg_space!(TimeSpec));
+        let message = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut space), MsgFlags::empty())?;
+        let noted = message.cmsgs()?.find_map(|part| match part {
+            ControlMessageOwned::ScmTimestampns(at) => Some(Duration::from(at)),
+            _ => None,
+        });
+        // It begins to take them down a moment after the first socket that asks for it.
+        Ok((message.bytes, noted.unwrap_or_else(|| clock(ClockId::Realtime))))
+    };
+    socket.async_io(Interest::READABLE, message).await
 }
 
 /// Prompts of `bytes` bytes, one after the other.

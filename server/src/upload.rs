@@ -37,7 +37,9 @@ const DISCARD_LIMIT: Duration = Duration::from_secs(1);
 /// So many refused requests' bodies are read at one time: whoever has no key must not keep connections busy.
 const MAX_DISCARDS: usize = 64;
 
-/// Others on the thread have their turn after so many bytes: a client on this machine sends gigabytes a second.
+/// Others on the thread have their turn after so many bytes: a client on this machine sends gigabytes a second. And
+/// bodies lie in blocks of so many: to grow one whole is to copy it again and again, and to free it holds up all who
+/// allocate on the thread that read it.
 const TURN_BYTES: usize = 128 << 10;
 
 /// Why a body was not read to its end.
@@ -113,9 +115,48 @@ struct Part {
 /// A whole body. Its memory counts until it is dropped.
 #[derive(Debug)]
 pub struct Upload {
-    /// What the client sent.
-    pub bytes: Bytes,
+    /// What the client sent; none of them is empty.
+    pub blocks: Vec<Bytes>,
     _memory: Part,
+}
+
+impl Upload {
+    /// Bytes of the body.
+    pub fn bytes(&self) -> usize {
+        self.blocks.iter().map(Bytes::len).sum()
+    }
+}
+
+/// Blocks that are filled one after the other.
+#[derive(Default)]
+struct Blocks {
+    full: Vec<Bytes>,
+    last: BytesMut,
+}
+
+impl Blocks {
+    fn bytes(&self) -> usize {
+        self.full.len() * TURN_BYTES + self.last.len()
+    }
+
+    fn extend(&mut self, mut data: &[u8]) {
+        while !data.is_empty() {
+            let (part, rest) = data.split_at(data.len().min(TURN_BYTES - self.last.len()));
+            self.last.extend_from_slice(part);
+            data = rest;
+            if self.last.len() == TURN_BYTES {
+                let next = BytesMut::with_capacity(TURN_BYTES.min(rest.len()));
+                self.full.push(std::mem::replace(&mut self.last, next).freeze());
+            }
+        }
+    }
+
+    fn finish(mut self) -> Vec<Bytes> {
+        if !self.last.is_empty() {
+            self.full.push(self.last.freeze());
+        }
+        self.full
+    }
 }
 
 impl Uploads {
@@ -183,11 +224,12 @@ impl Uploads {
         B::Error: Into<Box<dyn Error + Send + Sync>>,
     {
         let mut body = pin!(body);
-        let mut bytes = BytesMut::new();
+        let mut blocks = Blocks::default();
         let mut memory = Part { memory: self.memory.clone(), owner: owner.cloned(), bytes: 0 };
         let start = Instant::now();
         loop {
-            let limit = self.allowed(bytes.len());
+            let before = blocks.bytes();
+            let limit = self.allowed(before);
             let next = timeout_at(start + limit, body.frame()).await.map_err(|_| UploadError::Timeout { limit })?;
             let Some(frame) = next else { break };
             let frame = frame.map_err(|error| match error.is::<LengthLimitError>() {
@@ -195,12 +237,11 @@ impl Uploads {
                 false => UploadError::Broken(error.to_string()),
             })?;
             let Ok(data) = frame.into_data() else { continue };
-            memory.grow((bytes.len() + data.len()).saturating_sub(FREE_BYTES))?;
-            let before = bytes.len();
-            bytes.extend_from_slice(&data);
-            take_turns(before, bytes.len()).await;
+            memory.grow((before + data.len()).saturating_sub(FREE_BYTES))?;
+            blocks.extend(&data);
+            take_turns(before, blocks.bytes()).await;
         }
-        Ok(Upload { bytes: bytes.freeze(), _memory: memory })
+        Ok(Upload { blocks: blocks.finish(), _memory: memory })
     }
 }
 
@@ -287,7 +328,7 @@ mod tests {
     #[tokio::test]
     async fn a_body_has_so_many_bytes_and_so_much_time() {
         let uploads = Uploads::new(10, LIMIT);
-        assert_eq!(uploads.read(None, body(10)).await.unwrap().bytes.len(), 10);
+        assert_eq!(uploads.read(None, body(10)).await.unwrap().bytes(), 10);
         assert_eq!(uploads.read(None, body(11)).await.unwrap_err(), UploadError::TooLarge { limit: 10 });
         let frame = || Ok::<_, std::io::Error>(Frame::data(Bytes::from_static(b"1234")));
         let unannounced = StreamBody::new(stream::iter([frame(), frame(), frame()]));
@@ -307,7 +348,22 @@ mod tests {
         assert!(uploads.read(None, frames(1)).now_or_never().is_some());
         assert!(uploads.read(None, frames(3)).now_or_never().is_none());
         assert!(uploads.discard(frames(3)).now_or_never().is_none());
-        assert_eq!(uploads.read(None, frames(32)).await.unwrap().bytes.len(), 2 << 20);
+        assert_eq!(uploads.read(None, frames(32)).await.unwrap().bytes(), 2 << 20);
+    }
+
+    #[tokio::test]
+    async fn a_body_lies_in_blocks_as_it_came() {
+        let uploads = Uploads::new(8 << 20, LIMIT);
+        for (frame, frames) in [(0, 1), (1, 1), (1000, 3), (TURN_BYTES, 2), (TURN_BYTES + 1, 3), (300_001, 5)] {
+            let all: Vec<u8> = (0..frame * frames).map(|at| (at % 251) as u8).collect();
+            let parts: Vec<_> = all.chunks(frame.max(1)).map(|part| Ok::<_, std::io::Error>(part.to_vec())).collect();
+            let parts = parts.into_iter().map(|part| part.map(|part| Frame::data(Bytes::from(part))));
+            let upload = uploads.read(None, StreamBody::new(stream::iter(parts))).await.unwrap();
+            assert_eq!((upload.bytes(), upload.blocks.concat()), (all.len(), all), "{frames} frames of {frame}");
+            let (last, full) = upload.blocks.split_last().map_or((None, &[][..]), |(last, full)| (Some(last), full));
+            assert!(full.iter().all(|block| block.len() == TURN_BYTES));
+            assert!(last.is_none_or(|block| (1..=TURN_BYTES).contains(&block.len())));
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The gRPC interface: inference/v1, the standard health service, and reflection.
 
-use std::sync::Arc;
+use std::{convert::Infallible, sync::Arc, vec};
 
 use axum::{
     Router,
@@ -9,7 +9,9 @@ use axum::{
     routing::any,
 };
 use bytes::Bytes;
-use http_body_util::Full;
+use futures::stream::{self, Iter};
+use http_body_util::StreamBody;
+use hyper::body::Frame;
 use looplane_proto::inference::v1::{
     AbortRequest, AbortResponse, GetLoadRequest, GetLoadResponse, GetModelRequest, GetModelResponse,
 };
@@ -112,13 +114,15 @@ fn method(path: &str) -> &str {
 }
 
 type Answer = Result<Response<tonic::body::Body>, GenerateError>;
+/// A body that is here.
+type Whole = StreamBody<Iter<vec::IntoIter<Result<Frame<Bytes>, Infallible>>>>;
 
 /// A call's place, and then its message: so places bound the memory of messages, too.
 async fn enter(
     frontend: &Frontend,
     route: &'static str,
     request: Request,
-) -> Result<(Place, Upload, HttpRequest<Full<Bytes>>), GenerateError> {
+) -> Result<(Place, Upload, HttpRequest<Whole>), GenerateError> {
     let record = request.extensions().get().expect("every request has its record");
     let place = frontend.enter(record, request.extensions().get(), route)?;
     let read = whole(frontend, request).await;
@@ -232,11 +236,12 @@ async fn tell<M: Message + Default + 'static, R: Message + 'static>(
 }
 
 /// The request with its whole body, which the first of the pair accounts for.
-async fn whole(frontend: &Frontend, request: Request) -> Result<(Upload, HttpRequest<Full<Bytes>>), GenerateError> {
+async fn whole(frontend: &Frontend, request: Request) -> Result<(Upload, HttpRequest<Whole>), GenerateError> {
     let (parts, body) = request.into_parts();
     let upload = frontend.read(parts.extensions.get(), body).await?;
-    let request = HttpRequest::from_parts(parts, Full::new(upload.bytes.clone()));
-    Ok((upload, request))
+    let frames: Vec<_> = upload.blocks.iter().map(|block| Ok(Frame::data(block.clone()))).collect();
+    let body = StreamBody::new(stream::iter(frames));
+    Ok((upload, HttpRequest::from_parts(parts, body)))
 }
 
 fn decode<M: Message + Default>(message: Bytes) -> Result<M, RequestError> {

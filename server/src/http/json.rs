@@ -4,6 +4,7 @@ use std::{
     cell::RefCell,
     fmt,
     io::{self, BufReader, Read},
+    slice,
 };
 
 use axum::http::StatusCode;
@@ -20,18 +21,25 @@ use crate::{
 const LONG_BYTES: usize = 1 << 20;
 const PIECE_BYTES: usize = 32 << 10;
 
-/// Reads a whole body for a context of `max_context` tokens. Values take many times the memory of their text, so a list
+/// Reads a whole body, in blocks, for a context of `max_context` tokens. Values take many times the memory of their text, so a list
 /// or an object is not kept when it gets longer than any can be that is valid.
 ///
 /// # Errors
 /// 400: what is no JSON, which key stands twice, or which list or object is too long.
-pub(super) fn parse(body: &[u8], max_context: u32) -> Result<Value, ApiError> {
+pub(super) fn parse<B: AsRef<[u8]>>(body: &[B], max_context: u32) -> Result<Value, ApiError> {
     let found = RefCell::new(None);
     let rules = Rules { max_items: MAX_MESSAGES.max(max_context as usize), found: &found };
-    let value = if body.len() < LONG_BYTES {
-        read(serde_json::Deserializer::from_slice(body), &rules)
-    } else {
-        read(serde_json::Deserializer::from_reader(BufReader::with_capacity(PIECE_BYTES, Pieces(body))), &rules)
+    let bytes = body.iter().map(|block| block.as_ref().len()).sum();
+    let value = match body {
+        [whole] if bytes < LONG_BYTES => read(serde_json::Deserializer::from_slice(whole.as_ref()), &rules),
+        _ if bytes < LONG_BYTES => {
+            let whole = body.iter().flat_map(AsRef::as_ref).copied().collect::<Vec<u8>>();
+            read(serde_json::Deserializer::from_slice(&whole), &rules)
+        }
+        _ => {
+            let pieces = Pieces { bytes, block: &[], rest: body.iter() };
+            read(serde_json::Deserializer::from_reader(BufReader::with_capacity(PIECE_BYTES, pieces)), &rules)
+        }
     };
     value.map_err(|error| match found.take() {
         Some(Breach::Duplicate(key)) => {
@@ -58,12 +66,23 @@ fn read<'de, R: serde_json::de::Read<'de>>(
 }
 
 /// A long body, whose thread gives way between its pieces.
-struct Pieces<'a>(&'a [u8]);
+struct Pieces<'a, B> {
+    /// Of the whole body.
+    bytes: usize,
+    /// What is left of a block, and the blocks behind it.
+    block: &'a [u8],
+    rest: slice::Iter<'a, B>,
+}
 
-impl Read for Pieces<'_> {
+impl<B: AsRef<[u8]>> Read for Pieces<'_, B> {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
-        between_pieces(self.0.len());
-        self.0.read(to)
+        between_pieces(self.bytes);
+        while self.block.is_empty()
+            && let Some(next) = self.rest.next()
+        {
+            self.block = next.as_ref();
+        }
+        self.block.read(to)
     }
 }
 
@@ -212,16 +231,16 @@ mod tests {
     #[test]
     fn lists_and_objects_are_kept_up_to_a_length() {
         let ids = |count: usize| format!("{{\"prompt\": [[1], {:?}]}}", vec![7; count]);
-        assert!(parse(ids(4096).as_bytes(), CONTEXT).is_ok());
-        let error = parse(ids(9000).as_bytes(), CONTEXT).unwrap_err();
+        assert!(parse(&[ids(4096)], CONTEXT).is_ok());
+        let error = parse(&[ids(9000)], CONTEXT).unwrap_err();
         assert_eq!((error.code, error.param.as_deref()), ("context_length_exceeded", Some("prompt[1]")));
         assert!(error.message.contains("9000"), "{}", error.message);
         // Below, every other rule has its say first.
-        assert!(parse(ids(2000).as_bytes(), 512).is_ok());
+        assert!(parse(&[ids(2000)], 512).is_ok());
         let texts = format!("{{\"stop\": {:?}}}", vec!["x"; 4097]);
         let fields: String = (0..4097).map(|key| format!("\"{key}\": 1, ")).collect();
         for (body, param) in [(texts, "stop"), (format!("{{\"logit_bias\": {{{fields}\"x\": 1}}}}"), "logit_bias")] {
-            let error = parse(body.as_bytes(), CONTEXT).unwrap_err();
+            let error = parse(&[body], CONTEXT).unwrap_err();
             assert_eq!((error.code, error.param.as_deref()), ("invalid_value", Some(param)));
         }
     }
@@ -233,7 +252,7 @@ mod tests {
             "7",
             " [ ] ",
         ] {
-            assert_eq!(parse(body.as_bytes(), CONTEXT).unwrap(), serde_json::from_str::<Value>(body).unwrap());
+            assert_eq!(parse(&[body], CONTEXT).unwrap(), serde_json::from_str::<Value>(body).unwrap());
         }
     }
 
@@ -249,7 +268,7 @@ mod tests {
             (r#"{"logit_bias": {"5": 1, "\u0035": 2}}"#, "logit_bias.5"),
             (r#"[[{"a": 1}, {"a": 1, "a": 1}]]"#, "[0][1].a"),
         ] {
-            let error = parse(body.as_bytes(), CONTEXT).unwrap_err();
+            let error = parse(&[body], CONTEXT).unwrap_err();
             assert_eq!((error.code, error.param.as_deref()), ("duplicate_key", Some(key)), "{body}");
             assert!(error.message.contains(key), "{}", error.message);
         }
@@ -258,7 +277,7 @@ mod tests {
     #[test]
     fn what_is_no_json_is_told_with_its_place() {
         for body in ["", "{", "{} {}", "{\"a\": NaN}", "[1e999]", "{\"a\" 1}", "\"\\ud800\"", &"[".repeat(10_000)] {
-            let error = parse(body.as_bytes(), CONTEXT).unwrap_err();
+            let error = parse(&[body], CONTEXT).unwrap_err();
             assert_eq!((error.code, error.param), ("invalid_json", None), "{body:.20}");
             assert!(error.message.contains("column"), "{}", error.message);
         }
@@ -269,8 +288,16 @@ mod tests {
     fn long_bodies_are_read_as_short_ones_are() {
         let text = format!("{{\"prompt\": \"{}\"}}", "a\\n\\u00e9 \u{e9}\u{1f600}".repeat(LONG_BYTES / 16));
         assert!(text.len() > LONG_BYTES);
-        assert_eq!(parse(text.as_bytes(), CONTEXT).unwrap(), serde_json::from_str::<Value>(&text).unwrap());
-        let told = |body: &[u8]| parse(body, CONTEXT).map_err(|error| (error.code, error.param, error.message));
+        let told = |body: &[u8]| {
+            let whole = parse(&[body], CONTEXT).map_err(|error| (error.code, error.param, error.message));
+            for bytes in [7, 100_000] {
+                let blocks: Vec<_> = body.chunks(bytes).collect();
+                let told = parse(&blocks, CONTEXT).map_err(|error| (error.code, error.param, error.message));
+                assert_eq!(told, whole);
+            }
+            whole
+        };
+        assert_eq!(told(text.as_bytes()).unwrap(), serde_json::from_str::<Value>(&text).unwrap());
         let stop = format!("{{\"stop\": {:?}}}", vec!["x"; 4097]);
         for body in [
             r#"{"a": [1, -2, 1.5, 18446744073709551615, 1e3, "\u00e9\n", true, null, {}], "b": {"a": {"a": []}}}"#,

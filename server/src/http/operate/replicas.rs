@@ -36,7 +36,7 @@ pub(in crate::http) async fn restart(
     check_content_type(request.headers())?;
     let (head, body) = request.into_parts();
     let body = app.frontend.read(head.extensions.get(), body).await?;
-    let asked = read_restart(parse_json(&body.bytes, 0)?)?;
+    let asked = read_restart(parse_json(&body.blocks, 0)?)?;
     let limit = asked.limit_seconds.unwrap_or(app.settings.drain_seconds);
     let key = key.as_ref().map(|key| &*key.id);
     tracing::info!(key, "replica {replica} is asked to restart");

@@ -117,9 +117,9 @@ pub(in crate::http) async fn check<T: Send + 'static>(
     check_content_type(request.headers())?;
     let (head, body) = request.into_parts();
     let body = frontend.read(head.extensions.get(), body).await?;
-    let (bytes, checking) = (body.bytes.len(), frontend.clone());
+    let (bytes, checking) = (body.bytes(), frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
-        let (asked, raw, wanted) = read(json::parse(&body.bytes, model.max_context)?)?;
+        let (asked, raw, wanted) = read(json::parse(&body.blocks, model.max_context)?)?;
         checking.check_model(&asked)?;
         Ok((validate(raw, model, text)?, wanted))
     };

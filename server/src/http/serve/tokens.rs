@@ -98,9 +98,9 @@ async fn prepare(app: App, place: Place, request: Request, work: Work) -> Result
     check_content_type(request.headers())?;
     let (head, body) = request.into_parts();
     let body = app.frontend.read(head.extensions.get(), body).await?;
-    let (bytes, frontend) = (body.bytes.len(), app.frontend.clone());
+    let (bytes, frontend) = (body.bytes(), app.frontend.clone());
     let prepare = move |model: &ModelInfo, text: &Text| -> Result<_, ApiError> {
-        let mut fields = Fields::new(parse_json(&body.bytes, model.max_context)?, "")?;
+        let mut fields = Fields::new(parse_json(&body.blocks, model.max_context)?, "")?;
         frontend.check_model(&fields.string("model")?.unwrap_or_default())?;
         work(fields, model, text)
     };

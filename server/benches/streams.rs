@@ -1,7 +1,8 @@
 //! What a streamed token costs the front end, and how long it takes from the engine to its client.
 //!
 //! An engine that is played emits tokens to many streams at a fixed rate; clients in a process of their own take down
-//! when each arrives, by the kernel's clock: whatever keeps the clients off their cores has no part in it. `cargo bench --workspace --bench streams -- --help` has the options.
+//! when each arrives, by the kernel's clock: whatever keeps the clients off their cores has no part in it. `cargo bench
+//! --workspace --bench streams -- --help` has the options.
 
 use std::{
     collections::{BTreeSet, HashMap},

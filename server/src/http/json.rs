@@ -21,8 +21,8 @@ use crate::{
 const LONG_BYTES: usize = 1 << 20;
 const PIECE_BYTES: usize = 32 << 10;
 
-/// Reads a whole body, in blocks, for a context of `max_context` tokens. Values take many times the memory of their text, so a list
-/// or an object is not kept when it gets longer than any can be that is valid.
+/// Reads a whole body, in blocks, for a context of `max_context` tokens. Values take many times the memory of their
+/// text, so a list or an object is not kept when it gets longer than any can be that is valid.
 ///
 /// # Errors
 /// 400: what is no JSON, which key stands twice, or which list or object is too long.
@@ -33,7 +33,8 @@ pub(super) fn parse<B: AsRef<[u8]>>(body: &[B], max_context: u32) -> Result<Valu
     let value = match body {
         [whole] if bytes < LONG_BYTES => read(serde_json::Deserializer::from_slice(whole.as_ref()), &rules),
         _ if bytes < LONG_BYTES => {
-            let whole = body.iter().flat_map(AsRef::as_ref).copied().collect::<Vec<u8>>();
+            let mut whole = Vec::with_capacity(bytes);
+            body.iter().for_each(|block| whole.extend_from_slice(block.as_ref()));
             read(serde_json::Deserializer::from_slice(&whole), &rules)
         }
         _ => {

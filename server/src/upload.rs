@@ -38,8 +38,7 @@ const DISCARD_LIMIT: Duration = Duration::from_secs(1);
 const MAX_DISCARDS: usize = 64;
 
 /// Others on the thread have their turn after so many bytes: a client on this machine sends gigabytes a second. And
-/// bodies lie in blocks of so many: to grow one whole is to copy it again and again, and to free it holds up all who
-/// allocate on the thread that read it.
+/// bodies lie in blocks of so many: one that grows whole is copied again and again, without a turn for anybody.
 const TURN_BYTES: usize = 128 << 10;
 
 /// Why a body was not read to its end.

@@ -63,7 +63,7 @@ const ONE_H200: Gpu = Gpu {
     prompt_position: [12.1e-9, 1.37e-9],
 };
 
-/// From the same.
+/// From the same; how four are timed at load was not noted, so it is as in a crowd.
 const FOUR_H200: Gpu = Gpu {
     name: "four H200",
     few: &[(1.0, 0.97e-3), (8.0, 1.17e-3), (16.0, 1.65e-3), (32.0, 1.72e-3), (64.0, 2.05e-3)],

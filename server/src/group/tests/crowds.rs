@@ -63,10 +63,10 @@ const ONE_H200: Gpu = Gpu {
     prompt_position: [12.1e-9, 1.37e-9],
 };
 
-/// From the same; how four are timed at load was not noted, so it is as in a crowd.
+/// From the same; steps in which all rows decode from traces of 16 and 64 streams.
 const FOUR_H200: Gpu = Gpu {
     name: "four H200",
-    few: &[(1.0, 0.97e-3), (8.0, 1.17e-3), (16.0, 1.65e-3), (32.0, 1.72e-3), (64.0, 2.05e-3)],
+    few: &[(1.0, 1.0e-3), (8.0, 1.22e-3), (16.0, 1.77e-3), (32.0, 1.79e-3), (64.0, 2.26e-3)],
     many: &[
         (128.0, 4.6e-3),
         (256.0, 5.4e-3),
@@ -78,15 +78,15 @@ const FOUR_H200: Gpu = Gpu {
         (2048.0, 21.5e-3),
     ],
     timed: &[
-        (64, 2.2e-3),
-        (128, 4.6e-3),
-        (256, 5.4e-3),
-        (512, 7.8e-3),
-        (1024, 12.8e-3),
-        (2048, 21.5e-3),
-        (384, 7.1e-3),
-        (768, 10.6e-3),
-        (1536, 18.1e-3),
+        (64, 2.32e-3),
+        (128, 4.68e-3),
+        (256, 5.38e-3),
+        (512, 7.76e-3),
+        (1024, 12.56e-3),
+        (2048, 21.48e-3),
+        (384, 7.09e-3),
+        (768, 10.62e-3),
+        (1536, 17.88e-3),
     ],
     decode_position: [7.8e-9, 11.5e-9],
     prompt_position: [3.0e-9, 0.435e-9],
@@ -397,7 +397,7 @@ fn a_crowd_with_prompts_has_its_tokens_often_and_without_gaps() {
     assert!(seen.tokens_a_second > 11_400.0 && seen.between_tokens[1] < 10.0, "{seen:?}");
     // Few rows, again and again, are quicker than a matrix pass.
     let seen = World::new(&FOUR_H200, crowd(128, 256, 16)).run(20);
-    assert!(seen.tokens_a_second > 8900.0 && seen.between_tokens[1] < 3.0, "{seen:?}");
+    assert!(seen.tokens_a_second > 8200.0 && seen.between_tokens[1] < 3.0, "{seen:?}");
 }
 
 #[test]

@@ -34,7 +34,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8, help="of a conversation (default: 8)")
     parser.add_argument("--turn", type=int, default=1000, help="tokens of a turn (default: 1000)")
     parser.add_argument("--streams", type=int, default=16, help="conversations at one time (default: 16)")
-    parser.add_argument("--rounds", type=int, default=2, help="conversations of a stream (default: 2)")
+    parser.add_argument("--seconds", type=float, default=60,
+                        help="conversations are measured for so long; they all begin at once (default: 60)")
     parser.add_argument("options", nargs="*", help="of the server, behind --")
     args = parser.parse_args()
     if not (args.model / "config.json").exists():
@@ -53,9 +54,8 @@ def main() -> None:
     for mode in ("off", "on"):
         with Server(args.looplane, *options, "--prefix-cache", mode):
             of = report(args.looplane, "loadtest", "--target", f"http://127.0.0.1:{PORT}", "--endpoint", "chat",
-                        "--concurrency", args.streams, "--requests", args.streams * args.turns * args.rounds,
-                        "--turns", args.turns, "--prompt-tokens", args.turn, "--max-tokens", 64, "--ignore-eos",
-                        "--warmup", args.streams)
+                        "--concurrency", args.streams, "--duration", f"{args.seconds}s", "--turns", args.turns,
+                        "--prompt-tokens", args.turn, "--max-tokens", 64, "--ignore-eos", "--warmup", args.streams)
             print(f"| cache {mode} | {of['mean_ttft_ms']:.1f} / {of['p99_ttft_ms']:.1f} | "
                   f"{of['output_throughput']:.0f} | {100 * of['cached_input_share']:.0f} % |", flush=True)
 

@@ -148,6 +148,8 @@ pub enum Boundary {
 pub struct Batch {
     limits: Limits,
     slots: Vec<Slot>,
+    /// Slots up to the last one that is busy.
+    in_use: usize,
     pages: Pages,
     version: u64,
     steps: u32,
@@ -183,6 +185,7 @@ impl Batch {
         Self {
             limits,
             slots: (0..max_slots).map(|_| Slot::new(max_context, longest)).collect(),
+            in_use: 0,
             pages: Pages::new(kv_pages),
             version: 0,
             steps: 0,
@@ -299,7 +302,7 @@ impl Batch {
         for grant in &plan.grants {
             self.grant(grant)?;
         }
-        for slot in &mut self.slots {
+        for slot in &mut self.slots[..self.in_use] {
             slot.clear_work();
             // Drafts of a step that this plan takes the place of.
             slot.take_back();
@@ -310,17 +313,18 @@ impl Batch {
         for &slot in &plan.decode {
             self.schedule_decode(slot)?;
         }
-        for (slot, sequence) in (0..).zip(&self.slots).filter(|(_, sequence)| sequence.scheduled_rows() > 0) {
+        for (slot, sequence) in (0..).zip(self.busy()).filter(|(_, sequence)| sequence.scheduled_rows() > 0) {
             let shared = sequence.pages_to_write().iter().find(|&&page| self.pages.is_shared(page));
             if let Some(&page) = shared {
                 return Err(PlanFault::PageShared { version, slot, page });
             }
         }
-        let rows: u64 = self.slots.iter().map(|s| s.scheduled_rows() as u64).sum();
+        let rows: u64 = self.busy().iter().map(|s| s.scheduled_rows() as u64).sum();
         if rows > self.limits.max_batch_tokens as u64 {
             return Err(PlanFault::TooManyRows { version, rows, limit: self.limits.max_batch_tokens });
         }
-        let (samples, limit) = (self.samples(true), self.limits.max_slots);
+        let sampling = |slot: &Slot| slot.rows(0, true).filter(|row| row.sample).count();
+        let (samples, limit) = (self.busy().iter().map(sampling).sum(), self.limits.max_slots);
         if samples > limit {
             return Err(PlanFault::TooManySamples { version, rows: samples, limit });
         }
@@ -406,6 +410,7 @@ impl Batch {
         }
         sequence.pages().iter().for_each(|&page| self.pages.let_go(page));
         sequence.clear();
+        self.in_use = self.busy().iter().rposition(Slot::is_busy).map_or(0, |last| last + 1);
         Ok(())
     }
 
@@ -416,10 +421,11 @@ impl Batch {
             return Err(PlanFault::SlotBusy { version, slot, sequence: self.slots[slot as usize].sequence() });
         }
         admit.check(&self.limits).map_err(invalid)?;
-        if let Some(other) = self.slots.iter().position(|s| s.is_busy() && s.sequence() == admit.sequence) {
+        if let Some(other) = self.busy().iter().position(|s| s.is_busy() && s.sequence() == admit.sequence) {
             return Err(invalid(format!("the sequence is already in slot {other}")));
         }
         self.slots[slot as usize].fill(admit);
+        self.in_use = self.in_use.max(slot as usize + 1);
         Ok(())
     }
 
@@ -478,28 +484,37 @@ impl Batch {
             self.step.clear();
             return;
         }
-        let first = self.steps_run == 0;
-        let decoding = self.slots.iter().map(|slot| slot.rows(0, first).count()).sum::<usize>();
-        let samples = self.samples(first);
-        let tokens = self.slots.iter().filter(|slot| slot.rows(0, first).any(|row| row.sample)).count();
-        // Every row that samples has room for its logits.
-        let room = (self.limits.max_batch_tokens - decoding).min(self.limits.max_slots - samples);
-        self.draft(Base { rows: decoding, tokens, room: room.min(self.drafts.rows as usize) });
         self.lay_out_rows();
+        if self.drafts.each == 0 || self.step.samples.is_empty() {
+            return;
+        }
+        let Step { rows, samples, segments, .. } = &self.step;
+        let draws = |segment: &&Segment| {
+            let next = samples.partition_point(|&row| row < segment.rows.start);
+            samples.get(next).is_some_and(|&row| row < segment.rows.end)
+        };
+        // Every row that samples has room for its logits.
+        let room = (self.limits.max_batch_tokens - rows.len()).min(self.limits.max_slots - samples.len());
+        let base = Base {
+            rows: rows.len(),
+            tokens: segments.iter().filter(draws).count(),
+            room: room.min(self.drafts.rows as usize),
+        };
+        self.draft(base);
+        if self.busy().iter().any(|slot| slot.drafted() > 0) {
+            self.lay_out_rows();
+        }
     }
 
-    /// Rows of the next step that sample, without drafts.
-    fn samples(&self, first: bool) -> usize {
-        self.slots.iter().map(|slot| slot.rows(0, first).filter(|row| row.sample).count()).sum()
+    /// All busy slots, and free ones between them.
+    fn busy(&self) -> &[Slot] {
+        &self.slots[..self.in_use]
     }
 
     /// Drafts for the step that comes, which is `base` without them.
     fn draft(&mut self, base: Base) {
-        if self.drafts.each == 0 || base.tokens == 0 {
-            return;
-        }
         self.offers.clear();
-        for (index, slot) in self.slots.iter_mut().enumerate() {
+        for (index, slot) in self.slots[..self.in_use].iter_mut().enumerate() {
             slot.draft(&self.corpus, self.drafts.each as usize, self.limits.max_context, self.steps_run == 0);
             self.offers.extend(slot.offer(index));
         }
@@ -516,14 +531,14 @@ impl Batch {
         if self.step.drafted == 0 {
             return Vec::new();
         }
-        let drafted = self.slots.iter().filter(|slot| slot.drafted() > 0);
+        let drafted = self.busy().iter().filter(|slot| slot.drafted() > 0);
         drafted.map(|slot| (slot.sequence(), slot.drafted())).collect()
     }
 
     /// The step that is next is computed without its drafts: a launch that runs on knows nothing of them.
     pub fn leave_out_drafts(&mut self) {
         if self.step.drafted > 0 {
-            self.slots.iter_mut().for_each(|slot| {
+            self.slots[..self.in_use].iter_mut().for_each(|slot| {
                 slot.take_back();
             });
             self.lay_out_rows();
@@ -534,8 +549,9 @@ impl Batch {
     fn lay_out_rows(&mut self) {
         let (step, first) = (&mut self.step, self.steps_run == 0);
         step.clear();
-        step.drafted = self.slots.iter().map(Slot::drafted).sum();
-        for (index, slot) in self.slots.iter().enumerate() {
+        let busy = &self.slots[..self.in_use];
+        step.drafted = busy.iter().map(Slot::drafted).sum();
+        for (index, slot) in busy.iter().enumerate() {
             let start = step.rows.len();
             step.rows.extend(slot.rows(index as u32, first));
             if let (Some(oldest), Some(newest)) = (step.rows.get(start), step.rows.last()) {

@@ -521,6 +521,8 @@ proptest! {
             let plan = scheduler.plan();
             for rank in &mut ranks {
                 rank.apply(&plan).unwrap();
+                let last = rank.slots.iter().rposition(Slot::is_busy);
+                prop_assert_eq!(rank.in_use, last.map_or(0, |last| last + 1));
             }
             let cut_short = scheduler.below(3) == 0;
             while ranks[0].boundary(scheduler.version) == Boundary::Step {

@@ -142,9 +142,18 @@ struct Sequence {
     events: mpsc::Sender<SequenceEvent>,
 }
 
+/// Tokens of one letter each: a chunk that carries several has as many letters.
+fn letters(text: &Text) -> Vec<u32> {
+    let tokenizer = &text.tokenizer;
+    (0..tokenizer.tokens())
+        .filter(|id| matches!(tokenizer.token_bytes(*id), [byte] if byte.is_ascii_alphabetic()))
+        .collect()
+}
+
 /// Emits tokens until the server ends.
 async fn engine(
     options: Options,
+    text: Arc<Text>,
     mut commands: mpsc::UnboundedReceiver<Command>,
     back: mpsc::UnboundedSender<Command>,
     emitted: Emitted,
@@ -152,7 +161,7 @@ async fn engine(
 ) {
     let period = Duration::from_secs(1) / options.rate;
     let begin = Instant::now();
-    let words: Vec<u32> = (300..400).collect();
+    let words = letters(&text);
     // By number, and by when the next token is due: all have the same period.
     let (mut sequences, mut turns, mut next, mut word) = (HashMap::new(), BTreeSet::new(), 1, 0);
     let mut ticks = interval(TICK);
@@ -227,7 +236,7 @@ fn server(options: &Options) {
             times
         });
         let emitted = Arc::new(Mutex::new(times.collect()));
-        tokio::spawn(engine(options.clone(), commands, back, Arc::clone(&emitted), base));
+        tokio::spawn(engine(options.clone(), Arc::clone(&text), commands, back, Arc::clone(&emitted), base));
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let address = listener.local_addr().expect("it is bound");
         let most = options.streams + 100;
@@ -353,8 +362,8 @@ fn head(route: &str, body: &str) -> String {
 async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize, ended: &AtomicBool) -> Vec<u32> {
     let messages = r#""messages": [{"role": "user", "content": "hello"}]"#;
     let (asked, first) = match options.route.as_str() {
-        "completions" => (r#""prompt": "hello""#, "\"text\":"),
-        _ => (messages, "\"delta\":{\"content\""),
+        "completions" => (r#""prompt": "hello""#, "\"text\":\""),
+        _ => (messages, "\"delta\":{\"content\":\""),
     };
     let tokens = options.rate * (options.seconds + 60);
     let body =
@@ -376,7 +385,8 @@ async fn client(options: &Options, address: SocketAddr, base: u64, stream: usize
         // Whole events; the rest is kept.
         let whole = buffer[..end].windows(2).rposition(|pair| pair == b"\n\n").map_or(0, |at| at + 2);
         let text = String::from_utf8_lossy(&buffer[..whole]);
-        times.extend(text.matches(first).map(|_| now));
+        let chunks = text.split(first).skip(1).map(|chunk| chunk.bytes().take_while(u8::is_ascii_alphabetic).count());
+        times.extend(std::iter::repeat_n(now, chunks.sum()));
         assert!(!text.starts_with("HTTP/1.1 4"), "{text}");
         buffer.copy_within(whole..end, 0);
         held = end - whole;

@@ -14,7 +14,7 @@ use hyper::body::Body;
 use tokio::{
     sync::Semaphore,
     task::yield_now,
-    time::{Instant, timeout, timeout_at},
+    time::{Instant, sleep, timeout, timeout_at},
 };
 
 use crate::engine::leaves_room;
@@ -40,6 +40,12 @@ const MAX_DISCARDS: usize = 64;
 /// Others on the thread have their turn after so many bytes: a client on this machine sends gigabytes a second. And
 /// bodies lie in blocks of so many: one that grows whole is copied again and again, without a turn for anybody.
 const TURN_BYTES: usize = 128 << 10;
+/// A body of more bytes is long, and a turn is not enough: a core that reads as fast as a client sends has no time for
+/// streams, whose tokens waited up to 21 ms on two cores.
+const LONG_BYTES: usize = 1 << 20;
+/// After so many bytes of a long body none of them is read for a while.
+const PAUSE_BYTES: usize = 256 << 10;
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// Why a body was not read to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -87,6 +93,8 @@ pub struct Uploads {
     limit: Duration,
     memory: Arc<Memory>,
     discards: Semaphore,
+    /// Held in the pause of a long body: the others' come one after the other.
+    pause: tokio::sync::Mutex<()>,
 }
 
 /// What all bodies together may hold.
@@ -163,7 +171,7 @@ impl Uploads {
     pub fn new(max_bytes: usize, limit: Duration) -> Self {
         let bytes = MEMORY_BYTES.max(max_bytes.saturating_mul(LARGEST_BODIES));
         let memory = Arc::new(Memory { limit: bytes, taken: Mutex::default() });
-        Self { max_bytes, limit, memory, discards: Semaphore::new(MAX_DISCARDS) }
+        Self { max_bytes, limit, memory, discards: Semaphore::new(MAX_DISCARDS), pause: tokio::sync::Mutex::default() }
     }
 
     /// Bytes that all bodies together hold now, beyond what of each is not counted.
@@ -210,11 +218,22 @@ impl Uploads {
                 if bytes > self.max_bytes {
                     return;
                 }
-                take_turns(before, bytes).await;
+                self.take_turns(before, bytes).await;
             }
         };
         // One that takes longer reads its answer late, or not at all.
         let _ = timeout(self.limit.min(DISCARD_LIMIT), frames).await;
+    }
+
+    /// Of a body that had `before` bytes and has `after`.
+    async fn take_turns(&self, before: usize, after: usize) {
+        let passed = |bytes: usize| after / bytes > before / bytes;
+        if after > LONG_BYTES && passed(PAUSE_BYTES) {
+            let _alone = self.pause.lock().await;
+            sleep(PAUSE).await;
+        } else if passed(TURN_BYTES) {
+            yield_now().await;
+        }
     }
 
     async fn read_frames<B>(&self, owner: Option<&Arc<str>>, body: Limited<B>) -> Result<Upload, UploadError>
@@ -238,7 +257,7 @@ impl Uploads {
             let Ok(data) = frame.into_data() else { continue };
             memory.grow((before + data.len()).saturating_sub(FREE_BYTES))?;
             blocks.extend(&data);
-            take_turns(before, blocks.bytes()).await;
+            self.take_turns(before, blocks.bytes()).await;
         }
         Ok(Upload { blocks: blocks.finish(), _memory: memory })
     }
@@ -292,13 +311,6 @@ impl Drop for Part {
     }
 }
 
-/// Of a body that had `before` bytes and has `after`.
-async fn take_turns(before: usize, after: usize) {
-    if after / TURN_BYTES > before / TURN_BYTES {
-        yield_now().await;
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use futures::{FutureExt, stream};
@@ -311,6 +323,26 @@ mod tests {
 
     fn body(bytes: usize) -> Full<Bytes> {
         Full::new(vec![b'x'; bytes].into())
+    }
+
+    fn frames(bytes: usize) -> impl Body<Data = Bytes, Error = std::io::Error> {
+        let frame = || Ok(Frame::data(Bytes::from(vec![b'x'; 64 << 10])));
+        StreamBody::new(stream::iter((0..bytes >> 16).map(move |_| frame())))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn long_bodies_are_read_with_pauses_that_all_have_together() {
+        const LONG: usize = 8 << 20;
+        let (uploads, begun) = (Uploads::new(LONG, LIMIT), Instant::now());
+        uploads.read(None, frames(LONG_BYTES)).await.unwrap();
+        assert_eq!(begun.elapsed(), Duration::ZERO, "a prompt of usual length has none");
+        let pauses = ((LONG - LONG_BYTES) / PAUSE_BYTES) as u32;
+        uploads.read(None, frames(LONG)).await.unwrap();
+        let alone = begun.elapsed();
+        assert!((pauses..=2 * pauses).any(|ms| alone == PAUSE * ms), "{alone:?}");
+        let both = futures::join!(uploads.read(None, frames(LONG)), uploads.discard(frames(LONG)));
+        assert_eq!(both.0.unwrap().bytes(), LONG);
+        assert_eq!(begun.elapsed(), alone * 3, "two have one after the other");
     }
 
     #[tokio::test]

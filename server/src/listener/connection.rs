@@ -32,6 +32,9 @@ const HTTP2_PING: Duration = Duration::from_secs(30);
 const HTTP2_SEND_BYTES: usize = 8 << 10;
 /// Bytes of a request's head over HTTP/1, and of what is read or written at once.
 const HTTP1_BUFFER_BYTES: usize = 64 << 10;
+/// Bytes that the kernel holds of a request that nobody has read yet. Where a client on this machine sends a large body,
+/// the core that reads has the work of all that is on its way: megabytes, if the kernel may choose.
+const SOCKET_RECEIVE_BYTES: usize = 256 << 10;
 /// Bytes that the kernel holds for a client that does not read. (It takes twice as much memory.)
 const SOCKET_SEND_BYTES: usize = 128 << 10;
 /// Of them, bytes that are not on their way yet: few, so that the scheduler soon knows whose reader is behind.
@@ -96,12 +99,13 @@ pub(super) async fn serve(
             () = finish.cancelled() => Err(io::ErrorKind::ConnectionAborted.into()),
         }
     };
-    let served = async {
+    // Pinned: a future that is handed on by value has room wherever it passes, four times over in the end.
+    let served = pin!(async {
         match opened.await {
             Ok(opened) => exchange(opened, router, &connection, limits, &finish).await,
             Err(error) => tracing::debug!(%error, "a connection ended before its first request"),
         }
-    };
+    });
     let _ = before(closes, served).await;
 }
 
@@ -233,6 +237,7 @@ fn tune(stream: &TcpStream, progress: Duration) -> io::Result<()> {
     // A client that takes no bytes, or does not acknowledge them, for so long is gone.
     sockopt::set_tcp_user_timeout(stream, progress.as_millis() as u32)?;
     sockopt::set_socket_send_buffer_size(stream, SOCKET_SEND_BYTES)?;
+    sockopt::set_socket_recv_buffer_size(stream, SOCKET_RECEIVE_BYTES)?;
     SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES)?;
     sockopt::set_tcp_keepidle(stream, PROBE_AFTER)?;
     sockopt::set_tcp_keepcnt(stream, PROBES)?;

@@ -335,17 +335,11 @@ impl Connections {
             if place.connection.reserved {
                 no_place.say(|| tracing::warn!("no connection is idle: only probes are answered (--max-connections)"));
             }
-            let served = connection::serve(
-                stream,
-                self.tls.clone(),
-                self.router.clone(),
-                place.connection.clone(),
-                self.limits,
-                (self.finish.clone(), self.abort.clone()),
-            );
+            let (tls, router, limits) = (self.tls.clone(), self.router.clone(), self.limits);
+            let (connection, ends) = (place.connection.clone(), (self.finish.clone(), self.abort.clone()));
             let held = (place, self.metrics.connected(), self.open.clone());
             tokio::spawn(async move {
-                served.await;
+                connection::serve(stream, tls, router, connection, limits, ends).await;
                 drop(held);
             });
         }

@@ -93,7 +93,7 @@ pub struct Uploads {
     limit: Duration,
     memory: Arc<Memory>,
     discards: Semaphore,
-    /// Held in the pause of a long body: the others' come one after the other.
+    /// Held in a pause of a long body: those of several come one after the other.
     pause: tokio::sync::Mutex<()>,
 }
 

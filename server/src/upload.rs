@@ -205,8 +205,8 @@ impl Uploads {
         self.limit.min(PATIENCE + Duration::from_secs((bytes / LEAST_BYTES_PER_SECOND) as u64))
     }
 
-    /// Reads what comes of a body, within limits, and forgets it. A client over HTTP/1 that has not sent everything may
-    /// lose an answer for which nobody read its body: closing then resets the connection.
+    /// Reads what comes of a body, for a while, however large it is, and forgets it. A client over HTTP/1 that has not
+    /// sent everything may lose an answer for which nobody read its body: closing then resets the connection.
     pub async fn discard<B: Body<Data = Bytes>>(&self, body: B) {
         let Ok(_permit) = self.discards.try_acquire() else { return };
         let frames = async {
@@ -215,9 +215,6 @@ impl Uploads {
             while let Some(Ok(frame)) = body.frame().await {
                 let before = bytes;
                 bytes += frame.data_ref().map_or(0, Bytes::len);
-                if bytes > self.max_bytes {
-                    return;
-                }
                 self.take_turns(before, bytes).await;
             }
         };

@@ -284,6 +284,16 @@ async fn a_body_announced_too_large_is_refused_before_it_comes() {
 }
 
 #[tokio::test]
+async fn who_sends_the_whole_of_a_body_too_large_reads_why_it_is_refused() {
+    let (server, _script) = Server::start(options()).await;
+    let body = vec![b' '; 20 << 20];
+    let mut stream = TcpStream::connect(server.address).await.unwrap();
+    stream.write_all(head("POST", COMPLETION, "application/json", body.len()).as_bytes()).await.unwrap();
+    stream.write_all(&body).await.unwrap();
+    assert_eq!(read(stream).await.status, 413);
+}
+
+#[tokio::test]
 async fn half_a_body_holds_nobody_else_up() {
     let (server, mut script) = Server::start(options()).await;
     let mut half = TcpStream::connect(server.address).await.unwrap();

@@ -93,8 +93,29 @@ pub struct Uploads {
     limit: Duration,
     memory: Arc<Memory>,
     discards: Semaphore,
+    /// Of bodies that are read, and of those that are discarded: who is refused holds up nobody who is not.
+    reading: Turns,
+    discarding: Turns,
+}
+
+/// The turns of others while bodies come.
+#[derive(Debug, Default)]
+struct Turns {
     /// Held in a pause of a long body: those of several come one after the other.
     pause: tokio::sync::Mutex<()>,
+}
+
+impl Turns {
+    /// Of a body that had `before` bytes and has `after`.
+    async fn take(&self, before: usize, after: usize) {
+        let passed = |bytes: usize| after / bytes > before / bytes;
+        if after > LONG_BYTES && passed(PAUSE_BYTES) {
+            let _alone = self.pause.lock().await;
+            sleep(PAUSE).await;
+        } else if passed(TURN_BYTES) {
+            yield_now().await;
+        }
+    }
 }
 
 /// What all bodies together may hold.
@@ -171,7 +192,14 @@ impl Uploads {
     pub fn new(max_bytes: usize, limit: Duration) -> Self {
         let bytes = MEMORY_BYTES.max(max_bytes.saturating_mul(LARGEST_BODIES));
         let memory = Arc::new(Memory { limit: bytes, taken: Mutex::default() });
-        Self { max_bytes, limit, memory, discards: Semaphore::new(MAX_DISCARDS), pause: tokio::sync::Mutex::default() }
+        Self {
+            max_bytes,
+            limit,
+            memory,
+            discards: Semaphore::new(MAX_DISCARDS),
+            reading: Turns::default(),
+            discarding: Turns::default(),
+        }
     }
 
     /// Bytes that all bodies together hold now, beyond what of each is not counted.
@@ -215,22 +243,11 @@ impl Uploads {
             while let Some(Ok(frame)) = body.frame().await {
                 let before = bytes;
                 bytes += frame.data_ref().map_or(0, Bytes::len);
-                self.take_turns(before, bytes).await;
+                self.discarding.take(before, bytes).await;
             }
         };
         // One that takes longer reads its answer late, or not at all.
         let _ = timeout(self.limit.min(DISCARD_LIMIT), frames).await;
-    }
-
-    /// Of a body that had `before` bytes and has `after`.
-    async fn take_turns(&self, before: usize, after: usize) {
-        let passed = |bytes: usize| after / bytes > before / bytes;
-        if after > LONG_BYTES && passed(PAUSE_BYTES) {
-            let _alone = self.pause.lock().await;
-            sleep(PAUSE).await;
-        } else if passed(TURN_BYTES) {
-            yield_now().await;
-        }
     }
 
     async fn read_frames<B>(&self, owner: Option<&Arc<str>>, body: Limited<B>) -> Result<Upload, UploadError>
@@ -254,7 +271,7 @@ impl Uploads {
             let Ok(data) = frame.into_data() else { continue };
             memory.grow((before + data.len()).saturating_sub(FREE_BYTES))?;
             blocks.extend(&data);
-            self.take_turns(before, blocks.bytes()).await;
+            self.reading.take(before, blocks.bytes()).await;
         }
         Ok(Upload { blocks: blocks.finish(), _memory: memory })
     }
@@ -322,24 +339,25 @@ mod tests {
         Full::new(vec![b'x'; bytes].into())
     }
 
+    /// In frames of 64 KiB.
     fn frames(bytes: usize) -> impl Body<Data = Bytes, Error = std::io::Error> {
         let frame = || Ok(Frame::data(Bytes::from(vec![b'x'; 64 << 10])));
         StreamBody::new(stream::iter((0..bytes >> 16).map(move |_| frame())))
     }
 
     #[tokio::test(start_paused = true)]
-    async fn long_bodies_are_read_with_pauses_that_all_have_together() {
+    async fn long_bodies_have_pauses_one_after_the_other_and_refused_ones_theirs_beside() {
         const LONG: usize = 8 << 20;
         let (uploads, begun) = (Uploads::new(LONG, LIMIT), Instant::now());
         uploads.read(None, frames(LONG_BYTES)).await.unwrap();
         assert_eq!(begun.elapsed(), Duration::ZERO, "a prompt of usual length has none");
-        let pauses = ((LONG - LONG_BYTES) / PAUSE_BYTES) as u32;
+        let pauses = PAUSE * ((LONG - LONG_BYTES) / PAUSE_BYTES) as u32;
         uploads.read(None, frames(LONG)).await.unwrap();
-        let alone = begun.elapsed();
-        assert!((pauses..=2 * pauses).any(|ms| alone == PAUSE * ms), "{alone:?}");
-        let both = futures::join!(uploads.read(None, frames(LONG)), uploads.discard(frames(LONG)));
-        assert_eq!(both.0.unwrap().bytes(), LONG);
-        assert_eq!(begun.elapsed(), alone * 3, "two have one after the other");
+        assert_eq!(begun.elapsed(), pauses);
+        let read = || uploads.read(None, frames(LONG));
+        let (one, other, ()) = futures::join!(read(), read(), uploads.discard(frames(LONG)));
+        assert_eq!((one.unwrap().bytes(), other.unwrap().bytes()), (LONG, LONG));
+        assert_eq!(begun.elapsed(), pauses * 3);
     }
 
     #[tokio::test]
@@ -368,15 +386,11 @@ mod tests {
 
     #[tokio::test]
     async fn others_have_their_turn_while_a_large_body_comes() {
-        let frames = |count| {
-            let frame = || Ok::<_, std::io::Error>(Frame::data(Bytes::from(vec![b'x'; 64 << 10])));
-            StreamBody::new(stream::iter((0..count).map(move |_| frame())))
-        };
         let uploads = Uploads::new(8 << 20, LIMIT);
-        assert!(uploads.read(None, frames(1)).now_or_never().is_some());
-        assert!(uploads.read(None, frames(3)).now_or_never().is_none());
-        assert!(uploads.discard(frames(3)).now_or_never().is_none());
-        assert_eq!(uploads.read(None, frames(32)).await.unwrap().bytes(), 2 << 20);
+        assert!(uploads.read(None, frames(64 << 10)).now_or_never().is_some());
+        assert!(uploads.read(None, frames(192 << 10)).now_or_never().is_none());
+        assert!(uploads.discard(frames(192 << 10)).now_or_never().is_none());
+        assert_eq!(uploads.read(None, frames(2 << 20)).await.unwrap().bytes(), 2 << 20);
     }
 
     #[tokio::test]

@@ -32,9 +32,9 @@ const HTTP2_PING: Duration = Duration::from_secs(30);
 const HTTP2_SEND_BYTES: usize = 8 << 10;
 /// Bytes of a request's head over HTTP/1, and of what is read or written at once.
 const HTTP1_BUFFER_BYTES: usize = 64 << 10;
-/// Bytes that the kernel holds of a request that nobody has read yet. Where a client on this machine sends a large body,
-/// the core that reads has the work of all that is on its way: megabytes, if the kernel may choose. (Of a client that is
-/// 100 ms away come 2.6 MB a second at most.)
+/// Bytes that the kernel holds of a request that nobody has read yet, where the system allows so many. When a client
+/// on this machine sends a large body, the core that reads has the work of all that is on its way: megabytes, if the
+/// kernel may choose. (Of a client that is 100 ms away come 2.6 MB a second at most.)
 const SOCKET_RECEIVE_BYTES: usize = 256 << 10;
 /// Bytes that the kernel holds for a client that does not read. (It takes twice as much memory.)
 const SOCKET_SEND_BYTES: usize = 128 << 10;

@@ -36,6 +36,15 @@ extern "C" __device__ const u64 matrix_decoder_needs[8] = {
     Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
     matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared};
 
+/// Of an exchange that copy engines carry (ranks.cuh), from the begin of words on: {x, bytes of x of a block of tokens,
+/// sums, those that go out, bytes of a part of them and of a run of a part, tokens of a block and of a run; behind o
+/// and behind down: the words of its meets for sums and for x, parts}
+extern "C" __device__ const u64 matrix_decoder_carried[14] = {
+    Memory::x, (u64)kHiddenTiles * matrix::kStepBytes, Memory::partial, Memory::outgoing, Memory::part_bytes,
+    matrix::kRowGroups * Memory::run_bytes, matrix::kTokens, matrix::kRunTokens,
+    matrix::meet_byte(matrix::kMeetOut), matrix::meet_byte(matrix::kMeetOutJoined), O::told,
+    matrix::meet_byte(matrix::kMeetDown), matrix::meet_byte(matrix::kMeetDownJoined), Down::told};
+
 #define LP_VECTORS(NAME) \
   extern "C" __global__ void __launch_bounds__(matrix::kVectorThreads) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
@@ -48,24 +57,24 @@ template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& 
                              matrix::token_blocks(launch.row_count), matrix::Project<kFinished<CUT>>{launch, layer});
 }
 /// A product that is added to the residual, whose next norm is `norm`.
-template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const u8* weights, const u32* tiles,
-                                               u64 vectors, u32 norm) {
+template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const matrix::Pass& pass, const u8* weights,
+                                               const u32* tiles, u64 vectors, u32 norm) {
   const u32 blocks = matrix::token_blocks(launch.row_count);
   if constexpr (kRanks == 1)
     matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks,
                              matrix::Join<kFinished<CUT>>{launch, norm});
   else {
-    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell<P>{launch});
+    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell<P>{launch, pass});
     bulk_wait();
     fence_system();  // matrix/ranks.cuh
   }
 }
 template <Cut CUT> LP_DEVICE void out(const Launch& launch, const matrix::Pass& pass, u32 layer) {
-  add<O, CUT>(launch, launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
+  add<O, CUT>(launch, pass, launch.weights + layer * kLayerBytes + kOOffset, pass.tiles + Tiles::out,
               Memory::attention_out, 2 * layer + 1);
 }
 template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass& pass, u32 layer) {
-  add<Down, CUT>(launch, launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
+  add<Down, CUT>(launch, pass, launch.weights + layer * kLayerBytes + kDownOffset, pass.tiles + Tiles::down,
                  Memory::activation, 2 * layer + 2);
 }
 template <class E> LP_DEVICE void head(const Launch& launch, const matrix::Pass& pass, const E& epilogue) {
@@ -137,9 +146,9 @@ LP_VECTORS(matrix_tell_embeddings) {
   LP_VECTORS(NAME) {                                                      \
     wait_launch_before();                                                 \
     if constexpr (kRanks > 1) {                                           \
-      matrix::meet<MEET>(launch, layer);                                  \
+      matrix::meet<MEET>(launch, layer, pass.carried > 0);                \
       launch_dependents();                                                \
-      matrix::join<PRODUCT>(launch, NORM);                                \
+      matrix::join<PRODUCT>(launch, pass, NORM);                          \
     } else trap();                                                        \
   }
 LP_JOIN(matrix_join_out, matrix::kMeetOut, O, 2 * layer + 1)
@@ -149,7 +158,7 @@ LP_JOIN(matrix_join_down, matrix::kMeetDown, Down, 2 * layer + 2)
     if (blockIdx.x >= matrix::norm_runs(launch)) return;                  \
     wait_launch_before();                                                 \
     if constexpr (kRanks > 1) {                                           \
-      matrix::meet<MEET>(launch, layer);                                  \
+      matrix::meet<MEET>(launch, layer, pass.carried > 0);                \
       launch_dependents();                                                \
       matrix::find_norms(launch);                                         \
     } else trap();                                                        \

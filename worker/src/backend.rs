@@ -12,6 +12,8 @@ const CPU_ROWS: usize = 512;
 /// The same on a GPU, where they fit; else half as many, down to those of CPUs.
 const GPU_SLOTS: usize = 512;
 const GPU_ROWS: usize = 2048;
+/// Rows of a step on several GPUs: two passes, which hide the exchange of each other.
+const GROUP_ROWS: usize = 2 * GPU_ROWS;
 
 /// Loads a rank on the device that is asked for.
 ///
@@ -31,7 +33,7 @@ pub fn load(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result
 
 /// What fits is known before weights are read, so that trying again costs little.
 fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Result<Box<dyn Decoder>, LoadError> {
-    let (mut slots, mut rows) = (GPU_SLOTS, GPU_ROWS);
+    let (mut slots, mut rows) = (GPU_SLOTS, gpu_rows(request));
     let is_open = request.max_slots == 0 || request.max_batch_tokens == 0;
     loop {
         let bounded = bounded(request, slots, rows);
@@ -45,6 +47,11 @@ fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Res
             loaded => return Ok(Box::new(loaded?)),
         }
     }
+}
+
+/// Rows of a step on GPUs, where nobody says otherwise and they fit.
+fn gpu_rows(request: &LoadRequest) -> usize {
+    if request.tensor_parallel > 1 { GROUP_ROWS } else { GPU_ROWS }
 }
 
 /// The request with these bounds where it leaves them open.
@@ -73,7 +80,7 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
         .and_then(|gpu| cuda::survey(request.others.before, request.tensor_parallel).map(|()| gpu))
         .map_err(LoadError::from)
         .and_then(|gpu| {
-            cuda::check(&bounded(request, GPU_SLOTS, GPU_ROWS), &config, request.tensor_parallel).map(|()| gpu)
+            cuda::check(&bounded(request, GPU_SLOTS, gpu_rows(request)), &config, request.tensor_parallel).map(|()| gpu)
         });
     match &usable {
         Ok(gpu) => tracing::info!("--device auto: GPU {}, {}", gpu.ordinal, gpu.name),
@@ -124,6 +131,8 @@ mod tests {
             let bounded = bounded(&request, GPU_SLOTS, GPU_ROWS);
             assert_eq!((bounded.max_slots, bounded.max_batch_tokens), chosen, "{asked:?}");
         }
+        let of_group = |ranks| gpu_rows(&request(Device::Cuda, ranks));
+        assert_eq!([1, 2, 4].map(of_group), [2048, 4096, 4096], "two passes where ranks exchange");
         let open = LoadRequest { max_slots: 0, max_batch_tokens: 0, ..request(Device::Cpu, 1) };
         let loaded = load(&open, &mut |_| ()).unwrap();
         assert_eq!((loaded.loaded().max_slots, loaded.loaded().max_batch_tokens), (CPU_SLOTS, CPU_ROWS));

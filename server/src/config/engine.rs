@@ -58,8 +58,9 @@ pub struct EngineArgs {
     #[arg(long, value_name = "N", env = "LOOPLANE_MAX_SLOTS")]
     pub max_slots: Option<u32>,
 
-    /// Most rows (prompt tokens and decoding sequences) of one step; at least --max-slots [default: 2048 on a GPU, 512
-    /// on CPUs, and beside decoding sequences only as many as step times measured at start show to be worth it]
+    /// Most rows (prompt tokens and decoding sequences) of one step; at least --max-slots [default: 2048 on a GPU, 4096
+    /// on several, 512 on CPUs, and beside decoding sequences only as many as step times measured at start show to be
+    /// worth it]
     #[arg(long, value_name = "N", env = "LOOPLANE_MAX_BATCH_TOKENS")]
     pub max_batch_tokens: Option<u32>,
 

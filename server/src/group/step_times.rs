@@ -25,7 +25,7 @@ const UNEVEN: f64 = 1.25;
 /// is tried again: it may have been disturbed. Each time that it is tried for nothing costs some long steps.
 const FORGET: f64 = 4096.0;
 /// Numbers of rows of which times are kept; others lie between.
-const KNOTS: [u32; 14] = [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192];
+const KNOTS: [u32; 15] = [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192];
 /// How far a time that is kept follows a new one, and how many times as long or short that may be.
 const FOLLOW: f64 = 0.125;
 const FOLLOW_MOST: f64 = 4.0;

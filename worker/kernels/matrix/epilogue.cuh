@@ -33,27 +33,30 @@ LP_DEVICE const float* inverse_of(const Launch& launch) {
 }
 
 /// Row tile `tile` of the hidden state by 32 tokens from `token` on: the residual `h`, kept, and the input of the next
-/// product with the norm's weights of this lane's two rows, for this rank or for RANKS.
+/// product with the norm's weights of this lane's two rows, for this rank or for RANKS; where copy engines carry x to
+/// the others, only its squares.
 template <u32 RANKS = 1>
-LP_DEVICE void publish_hidden(const Launch& launch, u32 tile, u32 token, float low, float high, const float* h) {
+LP_DEVICE void publish_hidden(const Launch& launch, u32 tile, u32 token, float low, float high, const float* h,
+                              bool carried = false) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
   float4* residual = reinterpret_cast<float4*>(launch.words + Memory::residual + residual_byte(tile, token)) + lane;
   const u64 x = Memory::x + vector_byte(kHiddenTiles, tile, token + g, 0) + t * 4;
   // Ranks begin with themselves, so that not all of them write to the same one.
-  const auto put = [&](u64 at, u32 v) {
+  const auto put = [&](u64 at, u32 v, bool own_alone) {
 #pragma unroll
     for (u32 i = 0; i < RANKS; i++)
-      store_u32((RANKS == 1 ? launch.words : launch.inbox[(own_rank(launch) + i) % RANKS]) + at, v);
+      if (i == 0 || !own_alone)
+        store_u32((RANKS == 1 ? launch.words : launch.inbox[(own_rank(launch) + i) % RANKS]) + at, v);
   };
 #pragma unroll
   for (int j = 0; j < kRunGroups; j++) {
     const float* v = h + 4 * j;
     residual[j * kConsumerThreads] = make_float4(v[0], v[1], v[2], v[3]);
-    put(x + j * 256, transpose_8x8(bf16_pair(v[0] * low, v[1] * low)));
-    put(x + j * 256 + 128, transpose_8x8(bf16_pair(v[2] * high, v[3] * high)));
+    put(x + j * 256, transpose_8x8(bf16_pair(v[0] * low, v[1] * low)), carried);
+    put(x + j * 256 + 128, transpose_8x8(bf16_pair(v[2] * high, v[3] * high)), carried);
   }
   const float square = sum_squares(h);
-  put(Memory::squares + ((u64)tile * kColumns + token + token_of_square()) * 4, __float_as_uint(square));
+  put(squares_byte(tile, token + token_of_square()), __float_as_uint(square), false);
 }
 /// The lane's weights of norm `norm` for a row tile: row g, row g + 8 above it.
 LP_DEVICE u32 gamma_of(const Launch& launch, u32 norm, u32 tile) {
@@ -103,6 +106,7 @@ template <int RUNS> struct Join {
 template <class P> struct Tell {
   static constexpr int stages = 0;
   const Launch& launch;
+  const Pass& pass;
 
   LP_DEVICE void fetch(int, u32, u32, u32, u32) const {}
   template <class CONSUMER>
@@ -116,9 +120,12 @@ template <class P> struct Tell {
     for (int j = 0; j < kTokens / 8; j++) store_shared_16(kept + j * 512 + lane * 16, sum + 4 * j);
     fence_async_shared();
     __syncwarp();
-    if (lane < kRuns && run * kRunTokens < launch.row_count)
-      bulk_store(launch.inbox[run % kRanks] + partial_byte<P::told>(own_rank(launch), part, tile, run),
-                 kept + lane * kSentBytes, kSentBytes);
+    if (lane < kRuns && run * kRunTokens < launch.row_count) {
+      const u32 own = own_rank(launch), owner = owner_of(pass, run), place = place_of_run(pass, run);
+      const bool waits = pass.carried && owner != own;  // until copy engines come
+      u8* to = waits ? launch.words + Memory::outgoing : launch.inbox[owner] + Memory::partial;
+      bulk_store(to + sums_byte<P::told>(waits ? owner : own, part, tile, place), kept + lane * kSentBytes, kSentBytes);
+    }
     bulk_commit();
   }
 };

@@ -58,7 +58,7 @@ struct Memory {
   // The residual, fp32: [group of 128 rows][block of tokens][8 tokens (16)][consumer thread (256)][4], a thread's four
   // as an accumulator of wgmma has them: rows g, g, g + 8, g + 8 of its warp's 16, columns 2 t, 2 t + 1, 2 t, 2 t + 1.
   static constexpr u64 residual = query_inverse + (u64)(kQkNorm ? kHeads : 0) * kColumns * 4;
-  // [hidden tile][token] f32
+  // [block of tokens][hidden tile][token] f32
   static constexpr u64 squares = residual + (u64)kRowGroups * kTokenBlocks * kResidualBytes;
   static constexpr u64 inverse = squares + (u64)kHiddenTiles * kColumns * 4;         // [token] f32: 1 / rms
   static constexpr u64 head_x = inverse + (u64)kColumns * 4;                         // as x, of the rows that sample
@@ -74,18 +74,26 @@ struct Memory {
   static constexpr u64 unit_sums = 12 * 16384;
   static constexpr u64 come = sums + kCutUnits * unit_sums;
   // Of several ranks: what each of them has summed of o or of down, of the runs of 32 tokens that this rank adds up:
-  // [rank][part][group of 128 rows][run][row tile][8 tokens][lane][4] f32, a lane's four as in the residual.
+  // [rank][part][run][group of 128 rows][row tile][8 tokens][lane][4] f32, a lane's four as in the residual.
   static constexpr u64 partial = (come + kCutUnits * 8 + 127) / 128 * 128;
-  static constexpr u64 run_bytes = kResidualBytes / 4, own_runs = (kTokenBlocks * 4 + kRanks - 1) / kRanks;
+  static constexpr u64 run_bytes = kResidualBytes / 4, own_runs = (kTokenBlocks + kRanks - 1) / kRanks * 4;
   static constexpr u64 part_bytes = kRowGroups * own_runs * run_bytes;
   static constexpr int parts = kRanks == 1 ? 0 : kRanks * (O::told > Down::told ? O::told : Down::told);
+  // The same of what this rank has summed, [rank that adds it up], where copy engines carry it there.
+  static constexpr u64 outgoing = partial + parts * part_bytes;
   // [token][hidden] bf16 (kRanks > 1).
-  static constexpr u64 embeddings = partial + parts * part_bytes;
+  static constexpr u64 embeddings = outgoing + parts * part_bytes;
   // [column][row tile of the vocabulary] u64: the best of 16 rows (choice.cuh).
   static constexpr u64 best = embeddings + (kRanks == 1 ? 0 : (u64)kColumns * kHidden * 2);
   static constexpr u64 bytes = best + (u64)kMostSamples * kVocabTiles * 8;
 };
 
+/// First byte of the words of a meet, of rank 0.
+constexpr u64 meet_byte(Meet meet) { return Memory::meets + (u64)meet * kRanks * 16; }
+/// Byte of the squares of (row tile, token).
+LP_DEVICE u64 squares_byte(u32 tile, u32 token) {
+  return Memory::squares + (((u64)(token / kTokens) * kHiddenTiles + tile) * kTokens + token % kTokens) * 4;
+}
 /// Byte of the residual of (row tile, 8 tokens), of its warp's first thread.
 LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
   return ((u64)(tile / 8) * kTokenBlocks + token / kTokens) * kResidualBytes + token % kTokens / 8 * 4096 +
@@ -94,12 +102,6 @@ LP_DEVICE u64 residual_byte(u32 tile, u32 token) {
 
 /// Bytes of a row tile's sums of a run of 32 tokens: [8 tokens][lane][4] f32.
 constexpr u32 kSentBytes = 2048;
-/// Byte of part `part` of TOLD of what rank `of` has summed of (row tile, run of 32 tokens), in the inbox of the rank
-/// that adds it up.
-template <int TOLD> LP_DEVICE u64 partial_byte(u32 of, u32 part, u32 tile, u32 run) {
-  return Memory::partial + (of * TOLD + part) * Memory::part_bytes +
-         (tile / 8 * Memory::own_runs + run / kRanks) * Memory::run_bytes + tile % 8 * kSentBytes;
-}
 
 /// Byte of the best of a row tile of the vocabulary.
 LP_DEVICE u64 best_byte(u32 column, u32 tile) { return Memory::best + ((u64)column * kVocabTiles + tile) * 8; }
@@ -130,7 +132,20 @@ struct Pass {
   u32 tile_count, span_count, merge_count, sample_count;
   u32 step;                // of the chain; the first one does not look at `stopped`, but sets it
   u32 cut;                 // whether tiles are cut by spans
+  // 0, or, where copy engines carry sums and x, how many runs a rank adds up, one behind the other (ranks.cuh).
+  u32 carried;
+  u32 reserved;
 };
+
+/// The rank that adds up a run of 32 tokens, and which of its own it is.
+LP_DEVICE u32 owner_of(const Pass& pass, u32 run) { return pass.carried ? run / pass.carried : run % kRanks; }
+LP_DEVICE u32 place_of_run(const Pass& pass, u32 run) { return pass.carried ? run % pass.carried : run / kRanks; }
+/// From Memory::partial or Memory::outgoing on: part `part` of TOLD of sums of (row tile, place of a run), of a rank or
+/// for it.
+template <int TOLD> LP_DEVICE u64 sums_byte(u32 rank, u32 part, u32 tile, u32 place) {
+  return (rank * TOLD + part) * Memory::part_bytes + ((u64)place * kRowGroups + tile / 8) * Memory::run_bytes +
+         tile % 8 * kSentBytes;
+}
 
 /// Tokens of a tile of 64 (token, query head) pairs.
 constexpr int kTileTokens = 64 / kQueriesPerKv;

@@ -1,5 +1,5 @@
-// Several ranks: they reduce the sums of o and of down by runs of 32 tokens, and gather x. Run i is of rank i % kRanks,
-// which alone keeps its residual. A pass is then
+// Several ranks: they reduce the sums of o and of down by runs of 32 tokens, and gather x. Each run is of one rank
+// (`owner_of`), which alone keeps its residual. A pass is then
 //   begun | tell_embeddings | embedded | embed, norms
 //   .. out | join_out | norms .. down | join_down | norms .. of each layer, the last norms before gather
 //   .. head | logits | [choose]
@@ -19,6 +19,14 @@
 // the word orders it before the launches behind that one (system). Tags count layers, and all ranks have the same
 // passes, so a rank's word never goes back; a rank that has gone on shows a later tag.
 //
+// Two passes may be computed together, launch by launch in turns, each with words of its own. Then copy engines carry
+// sums and x (worker/src/cuda/kernels/matrix/carry.rs) while the other pass computes: a product keeps what it has
+// summed for others in `outgoing`, a join writes x for itself alone, runs of a rank lie one behind the other, and it is
+// copies behind these launches that write their words. The table above stays true: copies of sums come behind the
+// product and are over before others join, those of x come behind the join and are over before others find norms; so
+// `outgoing` is read before the next product of the pass, which waits for the norms. A pass's last copies are over
+// before its head.
+//
 // Launches behind a meet begin when it is over: they would take multiprocessors from ranks that it waits for, where
 // ranks share a GPU, as in tests. Of joins and norms there are no more blocks than of the products in front of them.
 #pragma once
@@ -27,9 +35,10 @@ namespace matrix {
 
 constexpr int kMeetThreads = 32;
 
-/// Says that this rank has come to a meet, which block 0 does, and waits for the others. Hosts put launches one by one
-/// and may be late at any of them, so the wait is as long as for the start of a launch. Whole blocks call it.
-template <Meet MEET> LP_DEVICE void meet_others(const Launch& launch, u32 layer) {
+/// Says that this rank has come to a meet, which block 0 does unless copy engines do, and waits for the others. Hosts
+/// put launches one by one and may be late at any of them, so the wait is as long as for the start of a launch. Whole
+/// blocks call it.
+template <Meet MEET> LP_DEVICE void meet_others(const Launch& launch, u32 layer, bool carried) {
   const u32 lane = lane_index(), own = own_rank(launch), tag = launch.epoch + layer;
 #ifdef LP_LATE  // rank 1 begins so many clocks late
   for (const Clocks since = clocks(); MEET == kMeetBegun && own == 1 && clocks() - since < LP_LATE;) {}
@@ -43,19 +52,19 @@ template <Meet MEET> LP_DEVICE void meet_others(const Launch& launch, u32 layer)
   const u32 stop = shuffle(MEET == kMeetLogits && lane == 0 ? load_system_u32(launch.control) : 0, 0);
   Quad word{};
   if (lane < kRanks) {
-    constexpr u64 WORDS = Memory::meets + (u64)MEET * kRanks * 16;
+    constexpr u64 WORDS = meet_byte(MEET);
     fence_system();
-    if (blockIdx.x == 0) store_system_16(launch.inbox[lane] + WORDS + own * 16, tag, stop, 0, 0);
+    if (blockIdx.x == 0 && !carried) store_system_16(launch.inbox[lane] + WORDS + own * 16, tag, stop, 0, 0);
     const Clocks since = clocks();
-    while ((word = load_system_16(launch.inbox[own] + WORDS + lane * 16)).x < tag)
+    while (!(carried && lane == own) && (word = load_system_16(launch.inbox[own] + WORDS + lane * 16)).x < tag)
       if (clocks() - since > LIMIT) wait_failed(launch, kSiteRanksMet, tag, word.x, lane);
     fence_system();
   }
   const bool all_stop = !any_lane(lane < kRanks && word.y == 0);
   if (MEET == kMeetLogits && lane == 0) store_system_u32((u32*)(launch.words + Memory::stop), all_stop);
 }
-template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer) {
-  if (warp_index() == 0) meet_others<MEET>(launch, layer);
+template <Meet MEET> LP_DEVICE void meet(const Launch& launch, u32 layer, bool carried = false) {
+  if (warp_index() == 0) meet_others<MEET>(launch, layer, carried);
   __syncthreads();
 }
 
@@ -82,14 +91,16 @@ LP_DEVICE void tell_embeddings(const Launch& launch) {
 /// Adds what all ranks have told of their sums of P, o or down, to the residual of this rank's runs, in the one order
 /// of additions: the input of the next product, with the weights of norm `norm`, for all ranks. A warp takes a run of a
 /// row tile.
-template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
+template <class P> LP_DEVICE void join(const Launch& launch, const Pass& pass, u32 norm) {
   constexpr int PARTS = kRanks * P::told;
   // Groups of 8 tokens at a time: words that there are registers for.
   constexpr int GROUPS = PARTS > 8 ? 1 : PARTS > 4 ? 2 : kRunGroups;
   const u32 lane = lane_index(), own = own_rank(launch), runs = (launch.row_count + kRunTokens - 1) / kRunTokens,
-            owned = (runs + kRanks - 1 - own) / kRanks;
+            first = own * pass.carried, owned = !pass.carried ? (runs + kRanks - 1 - own) / kRanks
+                                                : runs > first ? min(runs - first, pass.carried) : 0;
   each_warp(owned * kHiddenTiles, [&](u32 item) {
-    const u32 tile = item % kHiddenTiles, token = (item / kHiddenTiles * kRanks + own) * kRunTokens,
+    const u32 tile = item % kHiddenTiles, place = item / kHiddenTiles,
+              token = (pass.carried ? first + place : place * kRanks + own) * kRunTokens,
               gamma = gamma_of(launch, norm, tile);
     const int row = tile * 16 + (lane >> 2);
     const float low = scale_before(launch, norm, row), high = scale_before(launch, norm, row + 8);
@@ -97,17 +108,17 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
     const float4* residual = reinterpret_cast<const float4*>(launch.words + Memory::residual + at);
     float h[kRunValues];
 #pragma unroll
-    for (int first = 0; first < kRunGroups; first += GROUPS) {
+    for (int group = 0; group < kRunGroups; group += GROUPS) {
       Quad of[GROUPS][PARTS];
 #pragma unroll
       for (int j = 0; j < GROUPS; j++)
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
-          of[j][p] = load_system_16(launch.words + lane * 16 + (first + j) * 512 +
-                                    partial_byte<P::told>(p / P::told, p % P::told, tile, token / kRunTokens));
+          of[j][p] = load_system_16(launch.words + Memory::partial + lane * 16 + (group + j) * 512 +
+                                    sums_byte<P::told>(p / P::told, p % P::told, tile, place));
 #pragma unroll
       for (int j = 0; j < GROUPS; j++) {
-        const float4 before = residual[(first + j) * kConsumerThreads];
+        const float4 before = residual[(group + j) * kConsumerThreads];
         const float own_residual[4] = {before.x, before.y, before.z, before.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -117,11 +128,12 @@ template <class P> LP_DEVICE void join(const Launch& launch, u32 norm) {
             const Quad& q = of[j][p];
             v[p] = __uint_as_float(i == 0 ? q.x : i == 1 ? q.y : i == 2 ? q.z : q.w);
           }
-          h[4 * (first + j) + i] = scaled(leaf_sum<PARTS, P::told_group>(v), i & 2 ? high : low) + own_residual[i];
+          h[4 * (group + j) + i] = scaled(leaf_sum<PARTS, P::told_group>(v), i & 2 ? high : low) + own_residual[i];
         }
       }
     }
-    publish_hidden<kRanks>(launch, tile, token, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16), h);
+    publish_hidden<kRanks>(launch, tile, token, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16), h,
+                           pass.carried > 0);
   });
   fence_system();
 }

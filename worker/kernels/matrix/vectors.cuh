@@ -68,15 +68,15 @@ LP_DEVICE u32 norm_runs(const Launch& launch) { return (launch.row_count + 31) /
 /// 1 / rms of the tokens: a block takes 32 at a time, a warp a leaf.
 LP_DEVICE void find_norms(const Launch& launch) {
   __shared__ float leaves[kHiddenLeaves][32];
-  const float* squares = reinterpret_cast<const float*>(launch.words + Memory::squares);
   float* inverse = reinterpret_cast<float*>(launch.words + Memory::inverse);
   const u32 lane = lane_index(), runs = norm_runs(launch);
 #pragma unroll 1
   for (u32 run = blockIdx.x; run < runs; run += gridDim.x) {
     const u32 token = run * 32 + lane;
+    const float* squares = reinterpret_cast<const float*>(launch.words + squares_byte(0, token));
     for (u32 leaf = warp_index(); leaf < kHiddenLeaves; leaf += blockDim.x / 32)
       leaves[leaf][lane] =
-          leaf_squares([&](int tile) { return squares[(u64)(leaf * kHiddenSteps + tile) * kColumns + token]; });
+          leaf_squares([&](int tile) { return squares[(leaf * kHiddenSteps + tile) * kTokens]; });
     __syncthreads();
     if (warp_index() == 0) {
       float v[kHiddenLeaves];

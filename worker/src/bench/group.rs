@@ -19,8 +19,8 @@ use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::{KvLayout, PAGE_POSITIONS};
 use crate::sampling::SamplingParams;
 
-/// Most prompt tokens of one step: on CPUs, and on a GPU.
-const PREFILL_ROWS: [u32; 2] = [512, 2048];
+/// Most prompt tokens of one step: on CPUs, on a GPU, and on several.
+const PREFILL_ROWS: [u32; 3] = [512, 2048, 4096];
 /// Of the weights that are made up.
 const SEED: u64 = 1;
 /// Longest wait of a rank for another.
@@ -111,7 +111,7 @@ impl Group {
         let positions = setup.context.saturating_add(setup.max_steps).max(prompt.unwrap_or(0)) as usize + 1;
         let slots = setup.slots as usize + usize::from(prompt.is_some());
         let pages_a_slot = KvLayout::pages_for(positions);
-        let prefill_rows = PREFILL_ROWS[usize::from(setup.on_gpu)];
+        let prefill_rows = PREFILL_ROWS[usize::from(setup.on_gpu) + usize::from(setup.on_gpu && setup.ranks > 1)];
         let beside = setup.beside.map_or(0, |tokens| tokens as usize + slots);
         let request = LoadRequest {
             model_dir: setup.model_dir.to_owned(),

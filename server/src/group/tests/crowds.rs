@@ -17,13 +17,14 @@ const HOST: Duration = Duration::from_micros(80);
 /// Of a request before it is in the scheduler: HTTP, its template, its tokens.
 const FRONT_END: Duration = Duration::from_millis(2);
 const SLOTS: u32 = 512;
-const MOST_ROWS: u32 = 2048;
 /// Until a crowd has settled.
 const WARM_UP: Duration = Duration::from_secs(20);
 
 /// What steps take, in seconds.
 struct Gpu {
     name: &'static str,
+    /// Rows of a step at most.
+    most_rows: u32,
     /// Narrow and wide passes without attention, by rows.
     few: &'static [(f64, f64)],
     /// Matrix passes without attention, by rows.
@@ -46,6 +47,7 @@ const MOST_IN_ROUNDS: u32 = 512;
 /// prompt of 8192, of 64 rows of a prompt of 16 000, and of 64 and 224 rows beside prompts.
 const ONE_H200: Gpu = Gpu {
     name: "one H200",
+    most_rows: 2048,
     few: &[(1.0, 3.27e-3), (8.0, 3.45e-3), (16.0, 3.87e-3), (32.0, 3.9e-3), (64.0, 4.25e-3)],
     many: &[(128.0, 5.3e-3), (256.0, 8.7e-3), (384.0, 13.7e-3), (512.0, 15.1e-3), (1024.0, 27.4e-3), (2048.0, 52.5e-3)],
     timed: &[
@@ -66,6 +68,7 @@ const ONE_H200: Gpu = Gpu {
 /// From the same; steps in which all rows decode from traces of 16 and 64 streams.
 const FOUR_H200: Gpu = Gpu {
     name: "four H200",
+    most_rows: 4096,
     few: &[(1.0, 1.0e-3), (8.0, 1.22e-3), (16.0, 1.77e-3), (32.0, 1.79e-3), (64.0, 2.26e-3)],
     many: &[
         (128.0, 4.6e-3),
@@ -76,6 +79,8 @@ const FOUR_H200: Gpu = Gpu {
         (1024.0, 12.8e-3),
         (1536.0, 18.1e-3),
         (2048.0, 21.5e-3),
+        (3072.0, 32.2e-3),
+        (4096.0, 38.1e-3),
     ],
     timed: &[
         (64, 2.32e-3),
@@ -84,9 +89,11 @@ const FOUR_H200: Gpu = Gpu {
         (512, 7.76e-3),
         (1024, 12.56e-3),
         (2048, 21.48e-3),
+        (4096, 38.1e-3),
         (384, 7.09e-3),
         (768, 10.62e-3),
         (1536, 17.88e-3),
+        (3072, 32.2e-3),
     ],
     decode_position: [7.8e-9, 11.5e-9],
     prompt_position: [3.0e-9, 0.435e-9],
@@ -244,18 +251,18 @@ impl World {
     fn new(gpu: &'static Gpu, crowd: Crowd) -> Self {
         let limits = Limits {
             max_slots: SLOTS,
-            max_batch_tokens: MOST_ROWS,
+            max_batch_tokens: gpu.most_rows,
             max_waiting_requests: crowd.streams,
             prefix_cache: crowd.prefix_cache,
             ..Limits::default()
         };
         let mut scheduler = Scheduler::new(limits).expect("limits that can work");
         scheduler.leave_unchecked();
-        let shape = Shape { max_slots: SLOTS, max_batch_tokens: MOST_ROWS, kv_pages: 12_000, page_positions: 64 };
+        let shape = Shape { max_slots: SLOTS, max_batch_tokens: gpu.most_rows, kv_pages: 12_000, page_positions: 64 };
         scheduler.apply(shape.ready(), &mut Vec::new());
         // As `timing` does.
         let mut times = StepTimes::new(true, None);
-        times.set_max_rows(MOST_ROWS);
+        times.set_max_rows(gpu.most_rows);
         for rows in [1, 8, 32, 64, 128, 256, 512] {
             let time = gpu.step(rows, 0, rows.into(), 0);
             times.observe(&StepTime { decode_rows: rows, prompt_rows: 0, time });

@@ -90,13 +90,13 @@ __global__ void check_hidden(Launch launch, const u8* before, const float* sums,
              bf16(h * from_bf16(at_u16(launch.gamma + ((u64)norm * kHidden + k) * 2))));
       squares[row] = h * h;
     }
-    expect(kSquares, at_u32(launch.words + Memory::squares + ((u64)tile * kColumns + token) * 4),
+    expect(kSquares, at_u32(launch.words + matrix::squares_byte(tile, token)),
            __float_as_uint(tree_sum<16>(squares)));
   });
 }
 __global__ void check_norms(Launch launch) {
   each(launch.row_count, [&](u64 token) {
-    const float* squares = (const float*)(launch.words + Memory::squares) + token;
+    const float* squares = (const float*)(launch.words + matrix::squares_byte(0, token));
     float leaves[16] = {};
     for (int leaf = 0; leaf < kHiddenLeaves; leaf++) {
       constexpr int EIGHTS = (kHiddenSteps + 7) / 8;
@@ -104,7 +104,7 @@ __global__ void check_norms(Launch launch) {
       for (int e = 0; e < EIGHTS; e++) {
         float v[8] = {};
         for (int k = 8 * e; k < 8 * e + 8 && k < kHiddenSteps; k++)
-          v[k % 8] = squares[(u64)(leaf * kHiddenSteps + k) * kColumns];
+          v[k % 8] = squares[(leaf * kHiddenSteps + k) * matrix::kTokens];
         eights[e] = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
       }
       if ((EIGHTS & (EIGHTS - 1)) == 0) {

@@ -193,6 +193,102 @@ impl Stream {
     }
 }
 
+/// A point in a stream that others wait for.
+#[derive(Debug)]
+pub struct Event {
+    raw: sys::CUevent,
+    gpu: Arc<Gpu>,
+}
+
+// SAFETY: an event is a handle that the driver lets every thread use.
+#[allow(unsafe_code)]
+unsafe impl Send for Event {}
+
+impl Event {
+    /// An event that no stream has recorded: nobody waits for it.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    pub fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+        gpu.make_current()?;
+        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        Ok(Self { raw: checked("cuEventCreate", raw)?, gpu: gpu.clone() })
+    }
+}
+
+impl Drop for Event {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and nobody else has the handle.
+        let destroyed = self.gpu.make_current().map(|()| unsafe { result::event::destroy(self.raw) });
+        if let Ok(Err(error)) = destroyed {
+            tracing::debug!("cuEventDestroy: {error}");
+        }
+    }
+}
+
+impl Stream {
+    /// Records an event behind all that was put so far, in place of where it was recorded before.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn record(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both live.
+        checked("cuEventRecord", unsafe { result::event::record(event.raw, self.raw) })
+    }
+
+    /// What is put from now on begins when the stream that recorded an event last has come to it.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    #[allow(unsafe_code)]
+    pub fn wait_for(&self, event: &Event) -> Result<(), CudaError> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both live.
+        checked("cuStreamWaitEvent", unsafe { result::stream::wait_event(self.raw, event.raw, flags) })
+    }
+
+    /// Copies bytes between addresses of GPUs, by a copy engine.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    ///
+    /// # Safety
+    /// Both ranges are mapped, and stay so until the stream has come that far.
+    #[allow(unsafe_code)]
+    pub unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: as the caller vouches.
+        checked("cuMemcpyDtoDAsync", unsafe { result::memcpy_dtod_async(to, from, bytes, self.raw) })
+    }
+
+    /// Writes `value` to words, behind all that was put so far and after what that has written.
+    ///
+    /// # Errors
+    /// The driver refuses.
+    ///
+    /// # Safety
+    /// As [`Self::copy`], of 4 bytes each.
+    #[allow(unsafe_code)]
+    pub unsafe fn write_words(&self, words: &[u64], value: u32) -> Result<(), CudaError> {
+        let write = |address: &u64| sys::CUstreamBatchMemOpParams {
+            writeValue: sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st {
+                operation: sys::CUstreamBatchMemOpType::CU_STREAM_MEM_OP_WRITE_VALUE_32,
+                address: *address,
+                __bindgen_anon_1: sys::CUstreamBatchMemOpParams_union_CUstreamMemOpWriteValueParams_st__bindgen_ty_1 {
+                    value,
+                },
+                flags: 0,
+                alias: 0,
+            },
+        };
+        let mut writes: Vec<_> = words.iter().map(write).collect();
+        // SAFETY: as the caller vouches; the operations live until the call returns, which copies them.
+        let put = unsafe { sys::cuStreamBatchMemOp_v2(self.raw, writes.len() as u32, writes.as_mut_ptr(), 0) };
+        checked("cuStreamBatchMemOp", put.result())
+    }
+}
+
 impl Drop for Stream {
     #[allow(unsafe_code)]
     fn drop(&mut self) {

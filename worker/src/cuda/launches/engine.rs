@@ -361,6 +361,11 @@ impl Launcher for Engine {
         self.put(rows, steps, draws).map_err(|error| self.failed(error))
     }
 
+    fn launch_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, Fault> {
+        self.renew_tags(2)?;
+        self.put_pair(pair).map_err(|error| self.failed(error))
+    }
+
     fn draw(&mut self, allowed: &[(usize, Allowed<'_>)]) -> Result<(), Fault> {
         let ticket = self.launches.last().expect("the launch whose rows are drawn");
         let allowed: Vec<_> = allowed.iter().map(|&(row, allowed)| (ticket.column(row), allowed)).collect();

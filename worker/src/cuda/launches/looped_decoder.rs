@@ -7,6 +7,7 @@
 //! rows that grammars hold, whose masks the host hands to the sampler while the decoder computes. Where all rows want
 //! the largest logit and nothing more the decoder draws, else the sampler does.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::passes::Passes;
@@ -57,6 +58,16 @@ struct Drawn {
     instead: Option<u32>,
 }
 
+/// A pass of a step.
+struct Prepared {
+    rows: Vec<Row>,
+    /// Its first row in the step.
+    first: usize,
+    /// Rows of the step that it samples.
+    samples: Vec<usize>,
+    draws: Draws,
+}
+
 /// Runs launches of the kernel one after the other. Launches are numbered from 0 after each `finish`.
 pub trait Launcher: Send {
     /// How the rows of a step become launches.
@@ -84,6 +95,10 @@ pub trait Launcher: Send {
     /// Puts a launch behind those under way and returns its number. More than one step only if every row decodes and
     /// none is under way.
     fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault>;
+
+    /// Puts two launches of a step each, which [`Passes::pair`] and neither of which is masked, and returns the number
+    /// of the second.
+    fn launch_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, Fault>;
 
     /// The sampler draws for the launch put last, which was put as [`Draws::Masked`]: some rows among the tokens that
     /// they are allowed.
@@ -236,26 +251,21 @@ impl<L: Launcher> LoopedDecoder<L> {
         self.grammars.ask(&self.batch);
         let mut draws: Vec<Drawn> = Vec::with_capacity(self.batch.step().samples.len());
         let (mut last, mut masked) = (0, false);
-        for pass in self.launcher.passes().of(&self.batch.step().rows) {
-            let rows = &self.batch.step().rows[pass.clone()];
-            let samples: Vec<usize> = pass.clone().filter(|row| self.batch.step().rows[*row].sample).collect();
-            let held = samples.iter().any(|row| self.grammars.holds(&self.batch, *row));
-            let sampled = self.sampled(samples.iter().copied());
-            let draw = if held { Draws::Masked } else { Draws::sampler_if(sampled) };
-            let given = |row: &batch::Row| self.batch.slot(row.slot).given(row.position).is_some();
-            last = self.launcher.launch(&device_rows(rows, given), 1, draw)?;
-            // Passes hold the rows that sample in the order of the step.
+        let passes = self.launcher.passes().of(&self.batch.step().rows);
+        let mut passes = passes.into_iter().map(|pass| self.prepared(pass)).collect::<Vec<_>>().into_iter().peekable();
+        while let Some(pass) = passes.next() {
+            if let Some(second) = passes.next_if(|next| self.is_pair(&pass, next)) {
+                last = self.launcher.launch_pair([&pass, &second].map(|pass| (&pass.rows[..], pass.draws)))?;
+                draws.extend(self.drawn(&pass, last - 1));
+                draws.extend(self.drawn(&second, last));
+                continue;
+            }
+            last = self.launcher.launch(&pass.rows, 1, pass.draws)?;
             let first = draws.len();
-            let logprobs = |row: usize| self.batch.row_input(row).logprobs;
-            draws.extend(samples.iter().map(|&row| Drawn {
-                launch: last,
-                row: row - pass.start,
-                logprobs: logprobs(row),
-                instead: None,
-            }));
-            masked |= held;
-            if held {
-                self.draw_masked(&samples, &mut draws[first..])?;
+            draws.extend(self.drawn(&pass, last));
+            if pass.draws == Draws::Masked {
+                masked = true;
+                self.draw_masked(&pass.samples, &mut draws[first..])?;
             }
         }
         if self.batch.step().samples.len() == self.batch.step().rows.len() {
@@ -274,6 +284,32 @@ impl<L: Launcher> LoopedDecoder<L> {
             self.masked_step = took;
         }
         self.complete(sampled, took, outcomes)
+    }
+
+    /// A pass of the step as it is launched.
+    fn prepared(&self, pass: Range<usize>) -> Prepared {
+        let step = self.batch.step();
+        let samples: Vec<usize> = pass.clone().filter(|row| step.rows[*row].sample).collect();
+        let held = samples.iter().any(|row| self.grammars.holds(&self.batch, *row));
+        let draws = if held { Draws::Masked } else { Draws::sampler_if(self.sampled(samples.iter().copied())) };
+        let given = |row: &batch::Row| self.batch.slot(row.slot).given(row.position).is_some();
+        Prepared { rows: device_rows(&step.rows[pass.clone()], given), first: pass.start, samples, draws }
+    }
+
+    /// Whether two passes are computed together. Masks of a pass are handed over before the next one is put.
+    fn is_pair(&self, first: &Prepared, second: &Prepared) -> bool {
+        [first, second].iter().all(|pass| pass.draws != Draws::Masked)
+            && self.launcher.passes().pair(first.rows.len(), second.rows.len())
+    }
+
+    /// The rows that a pass samples, of launch `launch`, in the order of the step.
+    fn drawn(&self, pass: &Prepared, launch: usize) -> impl Iterator<Item = Drawn> {
+        pass.samples.iter().map(move |&row| Drawn {
+            launch,
+            row: row - pass.first,
+            logprobs: self.batch.row_input(row).logprobs,
+            instead: None,
+        })
     }
 
     /// Hands the masks of a pass to the sampler, while the decoder computes: those that all ranks know by now.

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use crate::batch::Row;
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row as LaunchRow};
-use crate::cuda::kernels::variants::{Attention, Width};
+use crate::cuda::kernels::variants::{Attention, TOKEN_BLOCK, Width};
 use crate::plan::PAGE_POSITIONS;
 
 /// The fastest ways to compute any number of rows with given kernels.
@@ -91,6 +91,22 @@ impl Passes {
         reads.sum()
     }
 
+    /// Whether two passes of a step, one behind the other, are computed together, so that what the ranks of one tell
+    /// each other travels while the other multiplies: matrix passes of a group that are not one.
+    pub fn pair(&self, first: usize, second: usize) -> bool {
+        let widest = self.widths.last().filter(|width| width.bounds.is_some() && self.attention.ranks > 1);
+        widest.is_some_and(|width| first + second > width.columns && first.min(second) >= TOKEN_BLOCK)
+    }
+
+    /// The rows of two passes that are computed together, as many in one as in the other, where `width` takes the first
+    /// ones of `rows`, and not all.
+    fn halves(&self, width: &Width, rows: &[Row]) -> Option<[usize; 2]> {
+        let half = rows.len().min(2 * width.columns).div_ceil(2).next_multiple_of(TOKEN_BLOCK);
+        let first = fitting(&Width { columns: half.min(width.columns), ..*width }, rows);
+        let second = fitting(width, &rows[first..]);
+        self.pair(first, second).then_some([first, second])
+    }
+
     /// The passes of a step, in the order in which they run, as ranges of its rows.
     ///
     /// # Panics
@@ -99,9 +115,13 @@ impl Passes {
         let mut passes = Vec::new();
         let mut begin = 0;
         while begin < rows.len() {
-            let end = begin + fitting(&self.best[rows.len() - begin].1, &rows[begin..]);
-            passes.push(begin..end);
-            begin = end;
+            let width = self.best[rows.len() - begin].1;
+            let left = &rows[begin..];
+            let taken = self.halves(&width, left).unwrap_or_else(|| [fitting(&width, left), 0]);
+            for taken in taken.into_iter().filter(|taken| *taken > 0) {
+                passes.push(begin..begin + taken);
+                begin += taken;
+            }
         }
         passes
     }
@@ -195,6 +215,37 @@ mod tests {
         let passes = Passes::new(&mixed(), 2048, ATTENTION);
         assert!(passes.hold(&far[..25]) && passes.hold(&far[..64]), "64 rows have another kernel");
         assert!(!passes.hold(&far[..65]) && !passes.hold(&rows(&[true; 101])) && passes.hold(&rows(&[true; 100])));
+    }
+
+    #[test]
+    fn ranks_of_a_group_compute_two_passes_together() {
+        let of_four = Attention { ranks: 4, ..ATTENTION };
+        let [one, four] = [ATTENTION, of_four].map(|attention| Passes::new(&mixed(), 4096, attention));
+        for (rows, expected) in [
+            (1024, vec![1024]),
+            (1030, vec![640, 390]),
+            (1500, vec![768, 732]),
+            (2048, vec![1024; 2]),
+            (3000, vec![1024, 1024, 952]),
+            (4000, vec![1024, 1024, 1024, 928]),
+        ] {
+            let passes: Vec<usize> = four.of(&rows_of_prompt(rows)).iter().map(Range::len).collect();
+            assert_eq!(passes, expected, "{rows} rows");
+            let pairs = passes.windows(2).map(|pair| four.pair(pair[0], pair[1]));
+            assert!(pairs.eq(vec![true; passes.len() - 1]), "{rows} rows");
+        }
+        assert_eq!(one.of(&rows_of_prompt(1500)).iter().map(Range::len).collect::<Vec<_>>(), [1024, 476]);
+        assert!(!one.pair(1024, 476) && !four.pair(500, 500) && !four.pair(1024, 100), "one GPU, one pass, few rows");
+        // Two passes because of what they have room for.
+        assert_eq!(four.of(&rows(&[true; 230])).iter().map(Range::len).collect::<Vec<_>>(), [100, 100, 30]);
+        assert!(!four.pair(100, 100));
+        let narrow = Passes::new(&NARROW, 4096, of_four);
+        assert!(!narrow.pair(8, 8));
+    }
+
+    /// A prompt's rows, the last of which samples.
+    fn rows_of_prompt(count: usize) -> Vec<Row> {
+        rows(&chunk(count, true))
     }
 
     /// A window that begins with a span touches one less than in the steps before.

@@ -59,8 +59,8 @@ pub struct Memory {
 pub struct InboxPlan {
     /// First byte of each kernel's words, in the order of the kernels.
     pub kernels: Vec<u64>,
-    /// First byte of what the launches of a matrix pass share.
-    pub matrix: u64,
+    /// First byte of what the launches of a matrix pass share, of the first of a pair and of the second.
+    pub matrix: [u64; 2],
     /// First byte of the logits.
     pub logits: u64,
     /// All bytes.
@@ -77,7 +77,7 @@ impl InboxPlan {
             std::mem::replace(&mut bytes, end)
         };
         let kernels = kernels.map(&mut take).collect();
-        let (matrix, logits) = (take(matrix), take(logits));
+        let (matrix, logits) = ([take(matrix), take(matrix)], take(logits));
         Self { kernels, matrix, logits, bytes }
     }
 }
@@ -137,9 +137,9 @@ impl Memory {
             weights: layout.bytes() as u64,
             embedding: layout.embedding_bytes() as u64,
             kv_page: kv_page + k_scale_page,
-            words: words.iter().sum::<u64>() + inbox.matrix,
+            words: words.iter().sum::<u64>() + inbox.matrix[0],
             logits,
-            matrix,
+            matrix: if sizes.ranks == 1 { matrix } else { 2 * matrix },
             sampler: sampler.bytes(request.max_slots, request.max_batch_tokens),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,

@@ -88,6 +88,8 @@ fn pass_struct() -> String {
         sample_count,
         step,
         cut,
+        carried,
+        reserved,
     })
 }
 

@@ -209,6 +209,14 @@ impl Launcher for Fake {
         Ok(self.launches.len() - 1)
     }
 
+    fn launch_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, Fault> {
+        assert!(self.passes.pair(pair[0].0.len(), pair[1].0.len()) && pair.iter().all(|of| of.1 != Draws::Masked));
+        for (rows, draws) in pair {
+            self.launch(rows, 1, draws)?;
+        }
+        Ok(self.launches.len() - 1)
+    }
+
     fn wait_step(&mut self, launch: usize, step: u32, superseded: &dyn Fn() -> bool) -> Result<bool, Fault> {
         assert_eq!(launch + 1, self.launches.len(), "launches before the last are under way");
         if superseded() {

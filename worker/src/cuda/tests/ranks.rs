@@ -296,6 +296,31 @@ fn matrix_passes_of_a_group_yield_what_one_gpu_yields() {
     }
 }
 
+/// Steps of more rows than a matrix pass: two are computed together, which copy engines serve. A sequence is in both.
+#[test]
+fn pairs_of_matrix_passes_yield_what_one_gpu_yields() {
+    if !gpu() {
+        return;
+    }
+    let prompt = |i: u32| (0..200 + i * i * 7 % 450).map(|j| (i * 131 + j * 17) % 2048).collect::<Vec<u32>>();
+    let of_client = |(i, choosy)| Request { prompt: prompt(i), max_tokens: 6 + i % 9, ..choosy };
+    let requests: Vec<_> = (0..30).zip(choosy_requests().into_iter().cycle()).map(of_client).collect();
+    let loaded = LoadRequest { max_slots: 30, max_batch_tokens: 4096, kv_pages: 360, ..request("random") };
+    let llama_1b = ModelConfig { max_positions: 2048, ..llama_1b() };
+    for (config, sizes, shared) in [(small(), &[2, 4, 8][..], 8), (llama_1b, &[2, 4], 2)] {
+        let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
+        let whole = yields(load_rank(&loaded, &options), plans(&requests, 512, 512, 40), requests.len(), true);
+        for ranks in sizes.iter().copied().filter(|n| apart(*n) || *n <= shared && side_by_side(*n)) {
+            for (chunk, budget) in [(650, 4096), (300, 2300)] {
+                let group = group(&loaded, ranks, &Way { options: options.clone(), ..Way::default() });
+                let got = group_yields(group, &plans(&requests, chunk, budget, 16), requests.len(), true);
+                let hidden = config.hidden_size;
+                assert!(got == whole, "{hidden}, {ranks} ranks, chunks of {chunk}, up to {budget} rows");
+            }
+        }
+    }
+}
+
 /// The control of that: one rank adds up two leaves in each other's place.
 #[test]
 fn two_leaves_in_each_others_place_in_one_rank_do_touch_bits_of_matrix_passes() {

@@ -16,54 +16,26 @@ use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 use crate::sampling::Allowed;
 
+/// A launch that is not in the stream yet.
+struct Prepared {
+    by: By,
+    launch: Launch,
+    ticket: Ticket,
+    /// Whether rows sample.
+    samples: bool,
+}
+
 impl Engine {
     /// Puts a launch of so many steps into the stream, and says which of those under way it is. Where the sampler draws
     /// it is a chain. Matrix passes whose rows sample are a chain in any case.
     pub(super) fn put(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, CudaError> {
-        let sampled = draws != Draws::Decoder;
         if self.finished {
             self.start_over();
         }
-        let epoch = self.epoch;
-        self.epoch += self.tags(steps);
-        let first_row = self.rows_used;
-        let rows_address = self.put_rows(rows)?;
-        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
         let kernel = self.kernel_of(rows, steps);
-        let by = match kernel {
-            Some(kernel) => By::Kernel(kernel),
-            None => By::Matrix { rows: first_row..self.rows_used, items: self.items_used, choose: !sampled },
-        };
-        let ticket = self.ticket(kernel, rows, samples, steps, epoch);
-        let launch = Launch {
-            weights: self.weights.stream.address(),
-            gamma: self.weights.gamma.address(),
-            embedding: self.weights.embedding.address(),
-            bias: self.weights.bias.address(),
-            scales: self.weights.scales.address(),
-            qk_norm: self.weights.qk_norm.address(),
-            rope: self.weights.rope.address(),
-            kv: self.pools.kv.address(),
-            k_scale: self.pools.k_scale.address(),
-            words: kernel.map_or_else(|| self.matrix_address(), |kernel| self.pools.words[kernel].address()),
-            page_table: self.pools.page_table.address(),
-            logits: self.logits_address(),
-            rows: rows_address,
-            items: kernel.map_or(Ok(0), |kernel| self.put_items(kernel, rows, steps))?,
-            tokens: self.mailbox.tokens_address(ticket.start),
-            control: self.mailbox.control_address(),
-            report: self.mailbox.report_address(),
-            row_count: rows.len() as u32,
-            steps,
-            epoch,
-            page_stride: self.sizes.slot_pages as u32,
-            kv_pages: self.sizes.kv_pages as u32,
-            rank: self.sizes.rank as u32,
-            inbox: self.inboxes(kernel),
-            ..Launch::default()
-        };
+        let Prepared { by, launch, ticket, samples } = self.prepare(rows, steps, draws, kernel, 0)?;
         self.chain = None;
-        if samples && (sampled || kernel.is_none()) {
+        if samples && (draws != Draws::Decoder || kernel.is_none()) {
             let chain = self.chain(by, launch, &ticket, rows, steps)?;
             match draws {
                 Draws::Masked => self.put_chain_decoder(&chain)?,
@@ -78,6 +50,89 @@ impl Engine {
         }
         self.launches.push(ticket);
         Ok(self.launches.len() - 1)
+    }
+
+    /// Puts two matrix passes into the stream whose layers are computed together, and says which of those under way
+    /// the second is.
+    #[allow(unsafe_code)]
+    pub(super) fn put_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, CudaError> {
+        if self.finished {
+            self.start_over();
+        }
+        let mut passes = Vec::with_capacity(pair.len());
+        for (lane, (rows, draws)) in pair.into_iter().enumerate() {
+            let Prepared { by, launch, ticket, samples } = self.prepare(rows, 1, draws, None, lane)?;
+            let chain = samples.then(|| self.chain(by.clone(), launch, &ticket, rows, 1)).transpose()?;
+            let launch = chain.as_ref().map_or(launch, |chain| Launch { tokens: chain.tokens(), ..chain.decoder });
+            let pass = self.matrix_pass(&by, &launch, 0, false)?;
+            passes.push((launch, pass, chain));
+            self.launches.push(ticket);
+        }
+        let matrix = self.matrix.as_ref().expect("matrix passes, as they are a pair");
+        // SAFETY: as in `put_decoder`; the passes have words and inboxes of their own.
+        unsafe { matrix.launch_layers([0, 1].map(|lane| (passes[lane].0, passes[lane].1)), &self.stream)? };
+        for (lane, (launch, pass, chain)) in passes.into_iter().enumerate() {
+            let matrix = self.matrix.as_ref().expect("as above");
+            // SAFETY: as above.
+            unsafe { matrix.launch_head(launch, pass, lane > 0, &self.stream)? };
+            if let Some(chain) = &chain {
+                self.put_chain_sampler(chain, &[])?;
+            }
+            self.chain = chain.map(|chain| Chain { put: chain.steps, ..chain });
+        }
+        Ok(self.launches.len() - 1)
+    }
+
+    /// Copies rows to the GPU, and says what a launch of them is given: of a kernel, or a matrix pass by itself or one
+    /// of two (`lane`).
+    fn prepare(
+        &mut self,
+        rows: &[Row],
+        steps: u32,
+        draws: Draws,
+        kernel: Option<usize>,
+        lane: usize,
+    ) -> Result<Prepared, CudaError> {
+        let epoch = self.epoch;
+        self.epoch += self.tags(steps);
+        let first_row = self.rows_used;
+        let rows_address = self.put_rows(rows)?;
+        let samples = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0);
+        let by = match kernel {
+            Some(kernel) => By::Kernel(kernel),
+            None => {
+                By::Matrix { rows: first_row..self.rows_used, items: self.items_used, choose: draws == Draws::Decoder }
+            }
+        };
+        let ticket = self.ticket(kernel, rows, samples, steps, epoch);
+        let launch = Launch {
+            weights: self.weights.stream.address(),
+            gamma: self.weights.gamma.address(),
+            embedding: self.weights.embedding.address(),
+            bias: self.weights.bias.address(),
+            scales: self.weights.scales.address(),
+            qk_norm: self.weights.qk_norm.address(),
+            rope: self.weights.rope.address(),
+            kv: self.pools.kv.address(),
+            k_scale: self.pools.k_scale.address(),
+            words: kernel.map_or_else(|| self.matrix_address(lane), |kernel| self.pools.words[kernel].address()),
+            page_table: self.pools.page_table.address(),
+            logits: self.logits_address(),
+            rows: rows_address,
+            items: kernel.map_or(Ok(0), |kernel| self.put_items(kernel, rows, steps))?,
+            tokens: self.mailbox.tokens_address(ticket.start),
+            control: self.mailbox.control_address(),
+            report: self.mailbox.report_address(),
+            row_count: rows.len() as u32,
+            steps,
+            epoch,
+            page_stride: self.sizes.slot_pages as u32,
+            kv_pages: self.sizes.kv_pages as u32,
+            rank: self.sizes.rank as u32,
+            inbox: self.inboxes(kernel, lane),
+            ..Launch::default()
+        };
+        Ok(Prepared { by, launch, ticket, samples })
     }
 
     /// The kernel for so many passes of these rows; `None`: matrix passes.
@@ -240,22 +295,31 @@ impl Engine {
             // SAFETY: all addresses are of buffers that `self` owns, with the sizes that the kernel was compiled for;
             // rows name slots and pages that the batch has checked.
             By::Kernel(kernel) => unsafe { run(&mut self.kernels[*kernel], &mut self.gauged, launch, &self.stream) },
-            By::Matrix { rows, items, choose } => {
-                let pass = Pass {
-                    stopped: if *choose { self.sampler.stopped_address() } else { 0 },
-                    next: if more { launch.rows } else { 0 },
-                    step,
-                    ..Pass::default()
-                };
-                self.put_matrix(launch, pass, rows.clone(), *items)
+            By::Matrix { .. } => {
+                let pass = self.matrix_pass(by, &launch, step, more)?;
+                let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
+                // SAFETY: as above.
+                unsafe { matrix.launch(launch, pass, &self.stream) }
             }
         }
     }
 
-    /// Puts the matrix pass of a step into the stream, of rows `rows` of the host's; adds its items to `pass`. Those of
-    /// steps that are in the stream together take turns in the words from `first` on.
+    /// What a matrix pass is given beside its launch, for step `step`, perhaps with more behind it.
+    fn matrix_pass(&mut self, by: &By, launch: &Launch, step: u32, more: bool) -> Result<Pass, CudaError> {
+        let By::Matrix { rows, items, choose } = by else { unreachable!("a matrix pass") };
+        let pass = Pass {
+            stopped: if *choose { self.sampler.stopped_address() } else { 0 },
+            next: if more { launch.rows } else { 0 },
+            step,
+            ..Pass::default()
+        };
+        self.put_pass_items(pass, rows.clone(), *items)
+    }
+
+    /// Adds the items of rows `rows` of the host's to `pass`. Those of steps that are in the stream together take turns
+    /// in the words from `first` on.
     #[allow(unsafe_code)]
-    fn put_matrix(&mut self, launch: Launch, pass: Pass, rows: Range<usize>, first: usize) -> Result<(), CudaError> {
+    fn put_pass_items(&mut self, pass: Pass, rows: Range<usize>, first: usize) -> Result<Pass, CudaError> {
         let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
         let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tiles_of);
         let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
@@ -280,13 +344,9 @@ impl Engine {
             ..pass
         };
         self.items_used = self.items_used.max(end.next_multiple_of(2));
-        // SAFETY: the words are written again only after `finish`, or once the pass that reads them has its tokens. All
-        // addresses are of buffers that `self` owns, with the sizes that the kernels were compiled for; rows name slots
-        // and pages that the batch has checked.
-        unsafe {
-            self.pools.items.write_async(first * size_of::<u32>(), &self.host_items[first..end], &self.stream)?;
-            matrix.launch(launch, pass, &self.stream)
-        }
+        // SAFETY: the words are written again only after `finish`, or once the pass that reads them has its tokens.
+        unsafe { self.pools.items.write_async(first * size_of::<u32>(), &self.host_items[first..end], &self.stream)? };
+        Ok(pass)
     }
 
     /// Words for the items of a step of so many rows.
@@ -303,15 +363,15 @@ impl Engine {
         }
     }
 
-    /// What the launches of a matrix pass share.
-    fn matrix_address(&self) -> u64 {
-        self.pools.matrix.as_ref().map_or_else(|| self.inboxes(None)[self.sizes.rank], DeviceBuffer::address)
+    /// What the launches of a matrix pass share, of the first of a pair or the second.
+    fn matrix_address(&self, lane: usize) -> u64 {
+        self.pools.matrix.as_ref().map_or_else(|| self.inboxes(None, lane)[self.sizes.rank], DeviceBuffer::address)
     }
 
     /// The inboxes of all ranks for a kernel, or for matrix passes.
-    fn inboxes(&self, kernel: Option<usize>) -> [u64; MAX_RANKS] {
+    fn inboxes(&self, kernel: Option<usize>, lane: usize) -> [u64; MAX_RANKS] {
         let Some(ties) = &self.ties else { return [0; MAX_RANKS] };
-        let first = kernel.map_or(ties.inbox.matrix, |kernel| ties.inbox.kernels[kernel]);
+        let first = kernel.map_or(ties.inbox.matrix[lane], |kernel| ties.inbox.kernels[kernel]);
         ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + first })
     }
 }

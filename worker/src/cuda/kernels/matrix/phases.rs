@@ -1,20 +1,6 @@
-//! The kernels of matrix passes for one model: a launch for each phase of each layer (kernels/matrix/layout.cuh, of
-//! several ranks kernels/matrix/ranks.cuh).
+//! The launches of a matrix pass: a phase of a layer each, in the order of kernels/matrix/layout.cuh.
 
-use std::sync::Arc;
-
-use bytemuck::{Pod, Zeroable, bytes_of};
-
-use super::cache::Cache;
-use super::compile::{Compiler, Resources};
-use super::function::{Begin, Function};
-use super::items::Bounds;
-use super::launch::Launch;
-use super::module::Module;
-use super::variants::{Variant, Width};
-use crate::cuda::device::gpu::{Gpu, Stream};
-use crate::cuda::device::memory::DeviceBuffer;
-use crate::cuda::error::CudaError;
+use super::Pass;
 use crate::cuda::weights::layout::Layout;
 use crate::plan::Product;
 
@@ -30,7 +16,7 @@ const QUAD_LEAVES: usize = 4;
 
 /// A phase of a pass: its kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+pub(super) enum Phase {
     Embed,
     Norms,
     QueryKeyValue,
@@ -63,7 +49,7 @@ enum Phase {
 }
 
 impl Phase {
-    const ALL: [Self; 29] = [
+    pub(super) const ALL: [Self; 29] = [
         Self::Embed,
         Self::Norms,
         Self::QueryKeyValue,
@@ -95,7 +81,7 @@ impl Phase {
         Self::MeetLogits,
     ];
 
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Embed => "matrix_embed",
             Self::Norms => "matrix_norms",
@@ -130,8 +116,17 @@ impl Phase {
     }
 
     /// Whether all that it does is to wait for the other ranks, with one block.
-    fn meets(self) -> bool {
+    pub(super) fn meets(self) -> bool {
         matches!(self, Self::MeetBegun | Self::MeetEmbedded | Self::MeetLogits)
+    }
+
+    /// The product whose sums it ends with, if other ranks add them up.
+    pub(super) fn tells(self) -> Option<Product> {
+        match self {
+            Self::AttentionOut | Self::AttentionOutHalves | Self::AttentionOutQuads => Some(Product::AttentionOut),
+            Self::Down | Self::DownHalves | Self::DownQuads => Some(Product::Down),
+            _ => None,
+        }
     }
 
     /// The same by blocks that divide tiles so.
@@ -183,190 +178,10 @@ impl Cut {
     }
 }
 
-/// What the source says of itself once it is compiled, in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C)]
-struct Needs {
-    /// Bytes of the memory that launches share.
-    memory_bytes: u64,
-    /// Dynamic shared memory of a block of a product.
-    product_shared: u64,
-    /// Its threads.
-    product_threads: u64,
-    /// Rows of a pass that sample, at most.
-    most_samples: u64,
-    /// Spans that are merged, at most.
-    most_spans: u64,
-    /// Rows of half a tile of attention.
-    tile_tokens: u64,
-    /// Dynamic shared memory of attention of tiles.
-    tiles_shared: u64,
-    /// The same of attention of spans.
-    spans_shared: u64,
-}
-
-impl Needs {
-    /// Dynamic shared memory of a block.
-    fn shared(&self, phase: Phase) -> u64 {
-        match phase {
-            Phase::Embed | Phase::Norms | Phase::HeadNorms | Phase::MergeSpans | Phase::Gather => 0,
-            Phase::Choose | Phase::TellEmbeddings | Phase::JoinOut | Phase::JoinDown => 0,
-            Phase::NormsOfJoinedOut | Phase::NormsOfJoinedDown => 0,
-            meet if meet.meets() => 0,
-            Phase::AttendTiles | Phase::AttendCutTiles => self.tiles_shared,
-            Phase::AttendSpans => self.spans_shared,
-            _ => self.product_shared,
-        }
-    }
-}
-
-/// The second parameter of the kernels: what a pass is given beside its [`Launch`]. Addresses are the GPU's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
-#[repr(C)]
-pub struct Pass {
-    /// [`Layout::tiles`]; filled in by [`Matrix::launch`].
-    pub tiles: u64,
-    /// [`super::items::Items`], this and the three after it.
-    pub attend_tiles: u64,
-    pub attend_spans: u64,
-    pub merges: u64,
-    pub samples: u64,
-    /// u32, of a pass that chooses its tokens: 0, or how many steps the chain has. 0: the pass writes logits.
-    pub stopped: u64,
-    /// Of a pass that chooses: its rows, which become those of the next step; 0: there is none.
-    pub next: u64,
-    pub tile_count: u32,
-    pub span_count: u32,
-    pub merge_count: u32,
-    pub sample_count: u32,
-    /// Of the chain.
-    pub step: u32,
-    /// Whether there are tiles that are cut by spans.
-    pub cut: u32,
-}
-
-/// The kernels, loaded.
-#[derive(Debug)]
-pub struct Matrix {
-    /// Passes that they compute.
-    pub width: Width,
-    /// What they are given room for.
-    pub bounds: Bounds,
-    /// Rows of a tile of attention, at most, and how many tiles the blocks of a KV head compute at once.
-    pub tiles_of: (usize, usize),
-    /// What the compiler said that they take: the most registers of a kernel, and what all spill.
-    pub resources: Option<Resources>,
-    /// Whether the binary came from the cache.
-    pub cached: bool,
-    needs: Needs,
-    /// Of each phase.
-    functions: Vec<Function>,
-    tiles: DeviceBuffer,
-    /// Blocks of a launch, all at once on the GPU: twos are clusters, and fours wait for each other.
-    blocks: u32,
-    steps: Steps,
-    // The functions are its.
-    _module: Module,
-}
-
-impl Matrix {
-    /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
-    /// than their own, and loads them. Launches have up to `blocks` blocks.
-    ///
-    /// # Errors
-    /// They do not compile, do not fit the GPU, or a row may see more than they have room for: `pages` pages.
-    pub fn load(
-        gpu: &Arc<Gpu>,
-        compiler: &Compiler,
-        cache: &Cache,
-        layout: &Layout,
-        variant: Variant,
-        (max_slots, pages, blocks): (usize, usize, usize),
-        defines: &[(&'static str, u64)],
-    ) -> Result<Self, CudaError> {
-        let does_not_fit = |problem: String| {
-            Err(CudaError::Kernel { kernel: format!("{} of {} columns", variant.name(), variant.columns()), problem })
-        };
-        let mut program = variant.program(layout);
-        program.defines.extend(defines);
-        let (binary, cached) = compiler.build(&program, cache)?;
-        let module = Module::load(gpu, &binary.cubin)?;
-        let needs: Needs = module.needs(variant.name())?;
-        let mut functions = Vec::new();
-        for phase in Phase::ALL {
-            let (shared, has) = (needs.shared(phase), gpu.facts.shared_bytes as u64);
-            if shared > has {
-                let name = phase.name();
-                return does_not_fit(format!("{name} needs {shared} bytes of shared memory, a block has {has}"));
-            }
-            functions.push(Function::load(&module, phase.name(), shared as u32)?);
-        }
-        let threads = functions[Phase::GateUp as usize].threads();
-        assert_eq!(u64::from(threads), needs.product_threads, "a product's launch bounds are its threads");
-        let spans = Bounds::most_spans(pages);
-        if spans as u64 > needs.most_spans {
-            let most = needs.most_spans;
-            return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
-        }
-        let c = &layout.plan().config;
-        let blocks = (blocks & !3).max(4) as u32;
-        let bounds = Bounds {
-            samples: (needs.most_samples as usize).min(max_slots),
-            spans: needs.most_spans as usize,
-            window: c.sliding_window,
-        };
-        let resources: Option<Vec<_>> =
-            Phase::ALL.into_iter().map(|phase| Resources::of(phase.name(), &binary.log)).collect();
-        Ok(Self {
-            width: Width { bounds: Some(bounds), ..variant.width },
-            bounds,
-            tiles_of: (2 * needs.tile_tokens as usize, blocks as usize / layout.rank().kv_heads.len()),
-            resources: resources.map(|all| Resources {
-                registers: all.iter().map(|of| of.registers).max().unwrap_or(0),
-                spilled: all.iter().map(|of| of.spilled).sum(),
-                stack: all.iter().map(|of| of.stack).max().unwrap_or(0),
-            }),
-            cached,
-            needs,
-            functions,
-            tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
-            blocks,
-            steps: Steps::of(layout, blocks),
-            _module: module,
-        })
-    }
-
-    /// Bytes of [`Launch::words`], which of several ranks are the rank's inbox.
-    pub fn memory_bytes(&self) -> u64 {
-        self.needs.memory_bytes
-    }
-
-    /// Puts a pass into the stream.
-    ///
-    /// # Errors
-    /// The driver refuses.
-    ///
-    /// # Safety
-    /// What `launch` and `pass` point to is as their fields say, and stays until the stream has come that far.
-    #[allow(unsafe_code)]
-    pub unsafe fn launch(&self, launch: Launch, pass: Pass, stream: &Stream) -> Result<(), CudaError> {
-        let pass = Pass { tiles: self.tiles.address(), ..pass };
-        for (place, (phase, layer)) in self.steps.phases(launch.row_count, &pass).enumerate() {
-            let blocks = if phase.meets() { 1 } else { self.blocks };
-            // Whatever is in front of a pass has to be over.
-            let begin = if place > 0 { Begin::Overlapping } else { Begin::Behind };
-            let parameters = [bytes_of(&launch), bytes_of(&pass), bytes_of(&layer)];
-            // SAFETY: the kernels take a `Launch`, a `Pass` and a layer; the caller vouches for what they point to.
-            unsafe { self.functions[phase as usize].launch(stream, blocks, begin, parameters)? };
-        }
-        Ok(())
-    }
-}
-
 /// What decides which launches a pass has, beside its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Steps {
-    layers: u32,
+pub(super) struct Steps {
+    pub(super) layers: u32,
     qk_norm: bool,
     /// Blocks of a launch.
     blocks: u32,
@@ -377,7 +192,7 @@ struct Steps {
 }
 
 impl Steps {
-    fn of(layout: &Layout, blocks: u32) -> Self {
+    pub(super) fn of(layout: &Layout, blocks: u32) -> Self {
         let c = &layout.plan().config;
         let cuts = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
             let panel = layout.panel(product);
@@ -390,15 +205,17 @@ impl Steps {
     }
 
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
-    fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
+    pub(super) fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
+        self.body(rows, pass).chain(self.head(pass, false))
+    }
+
+    /// Of these what comes before the end of the layers.
+    pub(super) fn body(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
         let Self { layers, qk_norm, blocks, cuts, group } = *self;
-        let (tiles, cut, spans) = (pass.tile_count > 0, pass.cut != 0, pass.span_count > 0);
-        let (merges, samples, chooses) = (pass.merge_count > 0, pass.sample_count > 0, pass.stopped != 0);
+        let (tiles, cut, spans, merges) =
+            (pass.tile_count > 0, pass.cut != 0, pass.span_count > 0, pass.merge_count > 0);
         let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
-        let [after_out, after_down] = match group {
-            true => [Phase::NormsOfJoinedOut, Phase::NormsOfJoinedDown],
-            false => [Phase::Norms; 2],
-        };
+        let [after_out, after_down] = self.norms();
         let layer = [
             (after_down, true),
             (Phase::QueryKeyValue.cut(qkv), true),
@@ -420,22 +237,61 @@ impl Steps {
             (Phase::MeetEmbedded, group),
             (Phase::Embed, true),
         ];
-        let head = [
-            (after_down, samples),
-            (Phase::Gather, samples),
-            (Phase::Head, samples && !chooses),
-            (Phase::HeadChoose, samples && chooses),
-            (Phase::MeetLogits, samples && group),
-            (Phase::Choose, samples && chooses),
-        ];
         let of_layer = move |of| {
             layer.map(|(phase, runs)| (if of == 0 && phase == after_down { Phase::Norms } else { phase }, runs, of))
         };
         let of_layers = (0..layers).flat_map(of_layer);
         let all = embed.into_iter().map(|(phase, runs)| (phase, runs, 0)).chain(of_layers);
-        let all = all.chain(head.map(|(phase, runs)| (phase, runs, layers)));
         all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
     }
+
+    /// And what comes behind: of the rows that sample. `again`: other launches have written logits since the pass
+    /// began.
+    pub(super) fn head(&self, pass: &Pass, again: bool) -> impl Iterator<Item = (Phase, u32)> + use<> {
+        let Self { layers, group, .. } = *self;
+        let (samples, chooses) = (pass.sample_count > 0, pass.stopped != 0);
+        let head = [
+            (self.norms()[1], samples),
+            (Phase::Gather, samples),
+            (Phase::MeetBegun, samples && group && again),
+            (Phase::Head, samples && !chooses),
+            (Phase::HeadChoose, samples && chooses),
+            (Phase::MeetLogits, samples && group),
+            (Phase::Choose, samples && chooses),
+        ];
+        head.into_iter().filter(|(_, runs)| *runs).map(move |(phase, _)| (phase, layers))
+    }
+
+    /// The norms behind o and behind down.
+    fn norms(&self) -> [Phase; 2] {
+        match self.group {
+            true => [Phase::NormsOfJoinedOut, Phase::NormsOfJoinedDown],
+            false => [Phase::Norms; 2],
+        }
+    }
+}
+
+/// What one of two passes that are computed together does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// Its launches in front of o or of down.
+    Compute,
+    /// That product, whose sums are then carried.
+    Tell,
+    /// What adds them up and makes x of them, which is then carried.
+    Join,
+}
+
+/// The layers of two passes in turns: the pass, 0 or 1, and what it does. What one tells and joins is carried while the
+/// other computes.
+pub(super) fn turns(layers: u32) -> impl Iterator<Item = (usize, Turn)> {
+    use Turn::{Compute, Join, Tell};
+    // A layer has two such products.
+    let of_stage = |stage| {
+        let before = (stage > 0).then_some((1, Join));
+        [(0, Compute)].into_iter().chain(before).chain([(0, Tell), (1, Compute), (0, Join), (1, Tell)])
+    };
+    (0..2 * layers).flat_map(of_stage).chain([(1, Join)])
 }
 
 /// Names of the kernels.
@@ -450,7 +306,7 @@ mod tests {
 
     #[test]
     fn the_parameter_is_as_long_as_the_kernels() {
-        assert_eq!(size_of::<Pass>(), 7 * 8 + 6 * 4);
+        assert_eq!(size_of::<Pass>(), 7 * 8 + 8 * 4);
         for (place, phase) in Phase::ALL.into_iter().enumerate() {
             assert_eq!(phase as usize, place);
         }
@@ -499,6 +355,28 @@ mod tests {
         assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Halves, Halves, Halves, Pair]);
         // 48, 72 and 96 units: 1, 2, 2 rounds or 2, 3, 3.
         assert_eq!(cuts(QKV), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
+    }
+
+    #[test]
+    fn two_passes_take_turns_so_that_each_computes_while_the_other_is_carried() {
+        let all: Vec<_> = turns(3).collect();
+        for pass in [0, 1] {
+            let own: Vec<_> = all.iter().filter(|(of, _)| *of == pass).map(|(_, turn)| *turn).collect();
+            assert_eq!(own, [Turn::Compute, Turn::Tell, Turn::Join].repeat(6), "two stages a layer");
+        }
+        // Between a pass's sums and who adds them up, and between that and who reads x, the other computes.
+        for (begin, end) in [(Turn::Tell, Turn::Join), (Turn::Join, Turn::Compute)] {
+            for (at, &(pass, _)) in all.iter().enumerate().filter(|(_, (_, turn))| *turn == begin) {
+                let after = all[at + 1..].iter().take_while(|of| **of != (pass, end));
+                let others: Vec<_> = after.filter(|(of, _)| *of != pass).collect();
+                // At the end nothing is left to compute.
+                assert!(at + 2 >= all.len() || !others.is_empty(), "{pass} {begin:?} at {at}");
+            }
+        }
+        assert_eq!(
+            all[..5],
+            [(0, Turn::Compute), (0, Turn::Tell), (1, Turn::Compute), (0, Turn::Join), (1, Turn::Tell)]
+        );
     }
 
     #[test]

@@ -153,6 +153,8 @@ LP_VECTORS(matrix_tell_embeddings) {
   }
 LP_JOIN(matrix_join_out, matrix::kMeetOut, O, 2 * layer + 1)
 LP_JOIN(matrix_join_down, matrix::kMeetDown, Down, 2 * layer + 2)
+// The next launch begins only once this one has waited: of two passes in turns attention of the second, which reads
+// early, must find what qkv of the first has written (attend_spans.cuh).
 #define LP_NORMS_OF_JOINED(NAME, MEET)                                    \
   LP_VECTORS(NAME) {                                                      \
     if (blockIdx.x >= matrix::norm_runs(launch)) return;                  \

@@ -41,7 +41,11 @@ fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Res
         tracing::info!("asking the GPU for {most_slots} slots and steps of {most_rows} rows");
         match cuda::load(&bounded, progress) {
             Err(LoadError::TooLarge { .. }) if is_open && slots > CPU_SLOTS => {
-                (slots, rows) = ((slots / 2).max(CPU_SLOTS), (rows / 2).max(CPU_ROWS));
+                // Of a group first the second pass of a step.
+                (slots, rows) = match rows > GPU_ROWS {
+                    true => (slots, GPU_ROWS),
+                    false => ((slots / 2).max(CPU_SLOTS), (rows / 2).max(CPU_ROWS)),
+                };
                 tracing::info!("that is too much for this GPU");
             }
             loaded => return Ok(Box::new(loaded?)),

@@ -65,13 +65,16 @@ impl fmt::Display for Numbers {
     }
 }
 
-/// A number in its range, as the worker's type. NaN is in no range.
+/// A number in its range, as the worker's type, in which it has to be there, too: of 64 bits the least are 0 in 32. NaN
+/// is in no range.
 pub(super) fn number(field: &str, value: f64, range: &Numbers) -> Result<f32, RequestError> {
-    let at_low = value == range.low && range.over_low;
+    let rounded = value as f32;
+    let at_low = f64::from(rounded) == range.low && range.over_low;
     if (range.low..=range.high).contains(&value) && !at_low {
-        Ok(value as f32)
+        Ok(rounded)
     } else {
-        Err(RequestError::field(field, FieldError::Value, format!("{value} is not in {range}")))
+        let shown = if rounded == 0.0 && value != 0.0 { format!("{value:e}") } else { value.to_string() };
+        Err(RequestError::field(field, FieldError::Value, format!("{shown} is not in {range}")))
     }
 }
 

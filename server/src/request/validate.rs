@@ -430,6 +430,9 @@ mod tests {
             (RawRequest { presence_penalty: Some(-2.5), ..raw() }, "presence_penalty"),
             (RawRequest { frequency_penalty: Some(3.0), ..raw() }, "frequency_penalty"),
             (RawRequest { repetition_penalty: Some(0.0), ..raw() }, "repetition_penalty"),
+            // 0 in 32 bits.
+            (RawRequest { repetition_penalty: Some(1e-309), ..raw() }, "repetition_penalty"),
+            (RawRequest { top_p: Some(1e-60), ..raw() }, "top_p"),
             (RawRequest { n: Some(0), ..raw() }, "n"),
             (RawRequest { n: Some(17), ..raw() }, "n"),
             (

@@ -58,9 +58,11 @@ struct SpanItems {
 
 /// The pages of the set's items. Until a row's own page, where the row writes, it does not wait for the launch before:
 /// nobody writes the pages before that one while the pass runs. Launches before the pass are over when it begins, as
-/// its first one does not overlap. In the pass the row is alone of its sequence; qkv and head_norms write K, V and
-/// scales where rows are, and beyond, and no sequence has a page of another (batch.rs refuses such grants). Items, rows
-/// and page table are there before the pass; `choose` writes rows behind its other launches.
+/// its first one does not overlap. (Of two passes in turns a row of the second may have others of its sequence in the
+/// first. Their qkv is over: norms in front of the second's qkv begin behind all before in the first layer, and in the
+/// others let launches begin only once they have waited.) In the pass the row is alone of its sequence; qkv and
+/// head_norms write K, V and scales where rows are, and beyond, and no sequence has a page of another (batch.rs refuses
+/// such grants). Items, rows and page table are there before the pass; `choose` writes rows behind its other launches.
 LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u32 set, SpanRing& ring) {
   const u32 lane = lane_index();
   const u64 policy = policy_evict_first();

@@ -14,7 +14,7 @@ use super::kernels::blocks::best_blocks;
 use super::kernels::cache::Cache;
 use super::kernels::compile::{Compiler, Resources};
 use super::kernels::kernel::Kernel;
-use super::kernels::matrix::Matrix;
+use super::kernels::matrix::{Matrix, Room};
 use super::kernels::sources::{HEADERS, SOURCES};
 use super::kernels::variants::{LoopMode, Variant, check_shape, check_wide, matrix_of, variants_of};
 use super::launches::engine::{Engine, Ties};
@@ -288,7 +288,12 @@ fn kernels(
     let most_rows = variants.iter().chain(&matrix).map(Variant::columns).max().unwrap_or(1);
     // Ranks on one GPU leave room for each other: they wait for each other.
     let blocks = options.ordinal.and(options.blocks).unwrap_or(gpu.facts.sms);
-    let room = (request.max_slots, KvLayout::pages_for(max_context), blocks);
+    let room = Room {
+        max_slots: request.max_slots,
+        pages: KvLayout::pages_for(max_context),
+        blocks,
+        most_rows: request.max_batch_tokens,
+    };
     let (kernels, matrix, sampler) = std::thread::scope(|scope| {
         let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
         let load_matrix = |variant| {

@@ -1,9 +1,10 @@
 //! What ties the ranks of a group together, one process and GPU each: memory that all of them write to, and a board on
 //! which their hosts agree.
 //!
-//! [`inbox`] is a rank's memory on its GPU: peers map it and their kernels store to it, over NVLink or PCIe, while this
-//! rank's kernel polls it. [`meeting`] hands the ranks each other's descriptors, [`header`] says whose they are,
-//! [`topology`] says which GPUs reach each other. [`board`] is memory of the host. NVLink multicast is never used.
+//! [`inbox`] is a rank's memory on its GPU: peers map it, and their kernels and copy engines store to it, over NVLink
+//! or PCIe, while this rank's kernel polls it. [`meeting`] hands the ranks each other's descriptors, [`header`] says
+//! whose they are, [`topology`] says which GPUs reach each other. [`board`] is memory of the host. NVLink multicast is
+//! never used.
 //!
 //! ```text
 //! load    Fabric::new      inbox and board are made, the meeting's socket listens; handle() goes to the server

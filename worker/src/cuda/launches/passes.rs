@@ -3,7 +3,8 @@
 //!
 //! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight
 //! cost what eight do. Where there are matrix passes, one holds all rows of a step that narrower kernels do not,
-//! prompts and decoding rows in the order of the step; it is cut only where it has no room for more.
+//! prompts and decoding rows in the order of the step; it ends only where it has no room for more. Of a group, a step
+//! of more rows than one has is two of half of them, which are computed together.
 
 use std::ops::Range;
 
@@ -11,6 +12,10 @@ use crate::batch::Row;
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row as LaunchRow};
 use crate::cuda::kernels::variants::{Attention, TOKEN_BLOCK, Width};
 use crate::plan::PAGE_POSITIONS;
+
+/// Rows at most that are drawn together: 32 drafts, as many as servers allow, and the row in front of them. (Longer
+/// runs of rows that all sample are of prompts whose log-probabilities are wanted, whose tokens are given.)
+const MOST_DRAWN: usize = 33;
 
 /// The fastest ways to compute any number of rows with given kernels.
 #[derive(Debug, Clone)]
@@ -127,12 +132,13 @@ impl Passes {
     }
 }
 
-/// How many of the rows a pass takes, at least one: whole sequences, but for one that the last column cuts.
+/// How many of the rows a pass takes, at least one: whole sequences, but for one that the last column cuts, unless its
+/// rows are drawn together.
 fn fitting(width: &Width, rows: &[Row]) -> usize {
-    let rows = &rows[..rows.len().min(width.columns)];
-    let Some(bounds) = width.bounds else { return rows.len() };
+    let within = &rows[..rows.len().min(width.columns)];
+    let Some(bounds) = width.bounds else { return undrafted(rows, within.len()) };
     let (mut taken, mut samples, mut spans) = (0, 0, 0);
-    for sequence in rows.chunk_by(|row, next| row.slot == next.slot) {
+    for sequence in within.chunk_by(|row, next| row.slot == next.slot) {
         samples += sequence.iter().filter(|row| row.sample).count();
         if let [row] = sequence {
             spans += bounds.most_places(row.position as usize);
@@ -142,7 +148,17 @@ fn fitting(width: &Width, rows: &[Row]) -> usize {
         }
         taken += sequence.len();
     }
-    taken.max(1)
+    undrafted(rows, taken.max(1))
+}
+
+/// The first `taken` rows without the begin of a sequence with drafts that goes on behind them: the sampler draws each
+/// of its rows with those in front of it, so they are of one launch. What is longer than a kernel has columns is cut.
+fn undrafted(rows: &[Row], taken: usize) -> usize {
+    let Some(slot) = rows.get(taken).map(|row| row.slot) else { return taken };
+    let begin = taken - rows[..taken].iter().rev().take_while(|row| row.slot == slot).count();
+    let len = rows[begin..].iter().take_while(|row| row.slot == slot).count();
+    let has_drafts = len <= MOST_DRAWN && rows[begin..begin + len].iter().all(|row| row.sample);
+    if has_drafts && begin > 0 { begin } else { taken }
 }
 
 #[cfg(test)]
@@ -241,6 +257,25 @@ mod tests {
         assert!(!four.pair(100, 100));
         let narrow = Passes::new(&NARROW, 4096, of_four);
         assert!(!narrow.pair(8, 8));
+    }
+
+    /// The cut of a pass moves to the begin of a sequence with drafts, not of a prompt.
+    #[test]
+    fn rows_that_are_drawn_together_are_of_one_pass() {
+        let of_four = Passes::new(&mixed(), 4096, Attention { ranks: 4, ..ATTENTION });
+        let row = |slot, sample| Row { slot, token: 0, position: 5, sample };
+        let prompt = |slot, len: usize| (0..len).map(move |at| row(slot, at + 1 == len));
+        let drafts = |slot, len: usize| (0..len).map(move |_| row(slot, true));
+        let sizes = |passes: &Passes, rows: Vec<Row>| passes.of(&rows).iter().map(Range::len).collect::<Vec<_>>();
+        // Halves of 1200 rows would end at 640, in the middle of the drafts of slot 1.
+        let around = |drafted| prompt(0, 636).chain(drafts(1, drafted)).chain(prompt(2, 564 - drafted)).collect();
+        assert_eq!(sizes(&of_four, around(8)), [636, 564]);
+        assert_eq!(sizes(&of_four, around(33)), [636, 564]);
+        assert_eq!(sizes(&of_four, around(34)), [640, 560], "a prompt whose log-probabilities are wanted");
+        assert_eq!(sizes(&of_four, around(4)), [640, 560], "whole");
+        let narrow = Passes::new(&NARROW, 64, ATTENTION);
+        assert_eq!(sizes(&narrow, drafts(0, 3).chain(drafts(1, 8)).collect()), [3, 8]);
+        assert_eq!(sizes(&narrow, drafts(0, 20).collect()), [8, 8, 4], "more than there are columns");
     }
 
     /// A prompt's rows, the last of which samples.

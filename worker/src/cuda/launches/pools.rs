@@ -59,8 +59,8 @@ pub struct Memory {
 pub struct InboxPlan {
     /// First byte of each kernel's words, in the order of the kernels.
     pub kernels: Vec<u64>,
-    /// First byte of what the launches of a matrix pass share, of the first of a pair and of the second.
-    pub matrix: [u64; 2],
+    /// First byte of what the launches of a matrix pass share; where there are pairs of passes, of either.
+    pub matrix: Vec<u64>,
     /// First byte of the logits.
     pub logits: u64,
     /// All bytes.
@@ -68,8 +68,9 @@ pub struct InboxPlan {
 }
 
 impl InboxPlan {
-    /// Inboxes of kernels that need so many bytes each, then `matrix` bytes for matrix passes and `logits` for logits.
-    fn new(kernels: impl Iterator<Item = u64>, matrix: u64, logits: u64) -> Self {
+    /// Inboxes of kernels that need so many bytes each, then `matrix` bytes for each matrix pass of `lanes`, and
+    /// `logits` for logits.
+    fn new(kernels: impl Iterator<Item = u64>, (lanes, matrix): (u64, u64), logits: u64) -> Self {
         const ALIGN: u64 = 256;
         let mut bytes = 0u64;
         let mut take = |len: u64| {
@@ -77,7 +78,8 @@ impl InboxPlan {
             std::mem::replace(&mut bytes, end)
         };
         let kernels = kernels.map(&mut take).collect();
-        let (matrix, logits) = ([take(matrix), take(matrix)], take(logits));
+        let matrix = (0..lanes).map(|_| take(matrix)).collect();
+        let logits = take(logits);
         Self { kernels, matrix, logits, bytes }
     }
 }
@@ -128,18 +130,19 @@ impl Memory {
         };
         let table = request.max_slots * slot_pages * 4 + sizes.rows * size_of::<Row>() + item_words * 4;
         let logits = (columns * sizes.kernel_vocab * 4) as u64;
+        let lanes = if matrix.is_some_and(Matrix::has_pairs) { 2 } else { 1 };
         let matrix = matrix.map_or(0, Matrix::memory_bytes);
         let inbox = match sizes.ranks {
             1 => InboxPlan::default(),
-            _ => InboxPlan::new(kernels.iter().map(Kernel::inbox_bytes), matrix, logits),
+            _ => InboxPlan::new(kernels.iter().map(Kernel::inbox_bytes), (lanes, matrix), logits),
         };
         let needs = Needs {
             weights: layout.bytes() as u64,
             embedding: layout.embedding_bytes() as u64,
             kv_page: kv_page + k_scale_page,
-            words: words.iter().sum::<u64>() + inbox.matrix[0],
+            words: words.iter().sum::<u64>() + inbox.matrix.first().copied().unwrap_or(0),
             logits,
-            matrix: if sizes.ranks == 1 { matrix } else { 2 * matrix },
+            matrix: lanes * matrix,
             sampler: sampler.bytes(request.max_slots, request.max_batch_tokens),
             rope: Weights::rope_bytes(layout, max_context) as u64,
             workspace: (table + Weights::vector_bytes(layout)) as u64,

@@ -310,7 +310,8 @@ fn pairs_of_matrix_passes_yield_what_one_gpu_yields() {
     for (config, sizes, shared) in [(small(), &[2, 4, 8][..], 8), (llama_1b, &[2, 4], 2)] {
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
         let whole = yields(load_rank(&loaded, &options), plans(&requests, 512, 512, 40), requests.len(), true);
-        for ranks in sizes.iter().copied().filter(|n| apart(*n) || *n <= shared && side_by_side(*n)) {
+        // A rank has two streams, of launches and of copies.
+        for ranks in sizes.iter().copied().filter(|n| apart(*n) || *n <= shared && side_by_side(2 * *n)) {
             for (chunk, budget) in [(650, 4096), (300, 2300)] {
                 let group = group(&loaded, ranks, &Way { options: options.clone(), ..Way::default() });
                 let got = group_yields(group, &plans(&requests, chunk, budget, 16), requests.len(), true);

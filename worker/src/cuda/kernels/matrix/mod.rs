@@ -87,10 +87,23 @@ pub struct Pass {
     /// Whether there are tiles that are cut by spans.
     pub cut: u32,
     /// Of a pass whose sums and x copy engines carry: how many runs of tokens a rank adds up, one behind the other.
-    /// 0: kernels send them. Filled in by [`Matrix::launch_layers`].
+    /// 0: kernels send them. Filled in by [`Matrix::launch_layers`] and [`Matrix::launch_head`].
     pub carried: u32,
     /// Nothing: a field of the alignment.
     pub reserved: u32,
+}
+
+/// What kernels are loaded for.
+#[derive(Debug, Clone, Copy)]
+pub struct Room {
+    /// Sequences that are computed at a time.
+    pub max_slots: usize,
+    /// Pages that a row sees at most.
+    pub pages: usize,
+    /// Blocks of a launch at most.
+    pub blocks: usize,
+    /// Rows of a step at most.
+    pub most_rows: usize,
 }
 
 /// The kernels, loaded.
@@ -113,25 +126,24 @@ pub struct Matrix {
     /// Blocks of a launch, all at once on the GPU: twos are clusters, and fours wait for each other.
     blocks: u32,
     steps: Steps,
-    /// Of several ranks.
+    /// Of several ranks, where steps may have more rows than a pass.
     carrier: Option<Carrier>,
     // The functions are its.
     _module: Module,
 }
 
 impl Matrix {
-    /// Compiles (or finds) the kernels for a model of which `max_slots` sequences are computed, with more `#define`s
-    /// than their own, and loads them. Launches have up to `blocks` blocks.
+    /// Compiles (or finds) the kernels for a model, with more `#define`s than their own, and loads them.
     ///
     /// # Errors
-    /// They do not compile, do not fit the GPU, or a row may see more than they have room for: `pages` pages.
+    /// They do not compile, do not fit the GPU, or a row may see more pages than they have room for.
     pub fn load(
         gpu: &Arc<Gpu>,
         compiler: &Compiler,
         cache: &Cache,
         layout: &Layout,
         variant: Variant,
-        (max_slots, pages, blocks): (usize, usize, usize),
+        Room { max_slots, pages, blocks, most_rows }: Room,
         defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
         let does_not_fit = |problem: String| {
@@ -158,6 +170,7 @@ impl Matrix {
             let most = needs.most_spans;
             return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
         }
+        let pairs = layout.ranks() > 1 && most_rows > variant.columns();
         let c = &layout.plan().config;
         let blocks = (blocks & !3).max(4) as u32;
         let bounds = Bounds {
@@ -182,9 +195,14 @@ impl Matrix {
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
             blocks,
             steps: Steps::of(layout, blocks),
-            carrier: (layout.ranks() > 1).then(|| Carrier::new(gpu, layout, &module)).transpose()?,
+            carrier: pairs.then(|| Carrier::new(gpu, layout, &module)).transpose()?,
             _module: module,
         })
+    }
+
+    /// Whether two passes of a step may be computed together.
+    pub fn has_pairs(&self) -> bool {
+        self.carrier.is_some()
     }
 
     /// Bytes of [`Launch::words`], which of several ranks are the rank's inbox.
@@ -217,7 +235,7 @@ impl Matrix {
     /// As [`Self::launch`].
     #[allow(unsafe_code)]
     pub unsafe fn launch_layers(&self, passes: [(Launch, Pass); 2], stream: &Stream) -> Result<(), CudaError> {
-        let carrier = self.carrier.as_ref().expect("several ranks");
+        let carrier = self.carrier.as_ref().expect("pairs, as the step has more rows than a pass");
         let mut halves = passes.map(|(launch, pass)| {
             let pass = Pass { carried: carrier.own_runs(launch.row_count), ..pass };
             Half::new(self, launch, pass, self.steps.body(launch.row_count, &pass).collect())

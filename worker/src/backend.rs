@@ -41,11 +41,7 @@ fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Res
         tracing::info!("asking the GPU for {most_slots} slots and steps of {most_rows} rows");
         match cuda::load(&bounded, progress) {
             Err(LoadError::TooLarge { .. }) if is_open && slots > CPU_SLOTS => {
-                // Of a group first the second pass of a step.
-                (slots, rows) = match rows > GPU_ROWS {
-                    true => (slots, GPU_ROWS),
-                    false => ((slots / 2).max(CPU_SLOTS), (rows / 2).max(CPU_ROWS)),
-                };
+                (slots, rows) = fewer(request, slots, rows);
                 tracing::info!("that is too much for this GPU");
             }
             loaded => return Ok(Box::new(loaded?)),
@@ -56,6 +52,14 @@ fn load_on_gpu(request: &LoadRequest, progress: &mut dyn FnMut(Progress)) -> Res
 /// Rows of a step on GPUs, where nobody says otherwise and they fit.
 fn gpu_rows(request: &LoadRequest) -> usize {
     if request.tensor_parallel > 1 { GROUP_ROWS } else { GPU_ROWS }
+}
+
+/// What is tried where so many slots and rows do not fit: of a group first steps without the second pass.
+fn fewer(request: &LoadRequest, slots: usize, rows: usize) -> (usize, usize) {
+    match request.max_batch_tokens == 0 && rows > GPU_ROWS {
+        true => (slots, GPU_ROWS),
+        false => ((slots / 2).max(CPU_SLOTS), (rows / 2).max(CPU_ROWS)),
+    }
 }
 
 /// The request with these bounds where it leaves them open.
@@ -138,6 +142,8 @@ mod tests {
         let of_group = |ranks| gpu_rows(&request(Device::Cuda, ranks));
         assert_eq!([1, 2, 4].map(of_group), [2048, 4096, 4096], "two passes where ranks exchange");
         let open = LoadRequest { max_slots: 0, max_batch_tokens: 0, ..request(Device::Cpu, 1) };
+        assert_eq!([fewer(&open, 512, 4096), fewer(&open, 512, 2048)], [(512, 2048), (256, 1024)]);
+        assert_eq!(fewer(&LoadRequest { max_batch_tokens: 4096, ..open.clone() }, 512, 4096), (256, 2048));
         let loaded = load(&open, &mut |_| ()).unwrap();
         assert_eq!((loaded.loaded().max_slots, loaded.loaded().max_batch_tokens), (CPU_SLOTS, CPU_ROWS));
     }

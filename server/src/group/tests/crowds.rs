@@ -65,7 +65,8 @@ const ONE_H200: Gpu = Gpu {
     prompt_position: [12.1e-9, 1.37e-9],
 };
 
-/// From the same; steps in which all rows decode from traces of 16 and 64 streams.
+/// From the same; steps in which all rows decode from traces of 16 and 64 streams. Of 3072 and 4096 rows, which are two
+/// passes in turns, as they were timed at load.
 const FOUR_H200: Gpu = Gpu {
     name: "four H200",
     most_rows: 4096,

@@ -10,7 +10,6 @@ use crate::cuda::error::CudaError;
 use crate::cuda::kernels::launch::Launch;
 use crate::cuda::kernels::module::Module;
 use crate::cuda::weights::layout::Layout;
-use crate::plan::Product;
 
 /// Bytes of a rank's word of a meet: a tag, and what kernels say beside it.
 const MEET_WORD: u64 = 16;
@@ -41,6 +40,24 @@ struct Exchange {
     x_there: u64,
     /// Parts of its sums.
     parts: u64,
+}
+
+/// The product in front of an exchange.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Behind {
+    /// o.
+    Out,
+    /// down.
+    Down,
+}
+
+/// What a launch leaves for the other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Carried {
+    /// What the product has summed, for who adds it up.
+    Sums(Behind),
+    /// x of the tokens that this rank has added up, for all.
+    X(Behind),
 }
 
 /// A copy to another rank: bytes of this rank's words from `from` on, to those of `rank` from `to` on.
@@ -79,18 +96,36 @@ impl Routes {
         (1..ranks).map(move |distance| (rank + distance) % ranks)
     }
 
-    fn exchange(&self, product: Product) -> Exchange {
-        match product {
-            Product::AttentionOut => self.places.out,
-            Product::Down => self.places.down,
-            other => unreachable!("ranks exchange no sums of {other:?}"),
+    fn exchange(&self, behind: Behind) -> Exchange {
+        match behind {
+            Behind::Out => self.places.out,
+            Behind::Down => self.places.down,
+        }
+    }
+
+    /// The copies of a pass of so many rows.
+    fn of(&self, what: Carried, rows: u32) -> Vec<Copy> {
+        match what {
+            Carried::Sums(behind) => self.sums(behind, rows).collect(),
+            Carried::X(_) => self.x(rows).collect(),
+        }
+    }
+
+    /// Which word of the others says that they are there, and the layer of whose launches it is waited for.
+    fn told(&self, what: Carried, layer: u32) -> (u64, u32) {
+        let own = self.rank as u64 * MEET_WORD;
+        match what {
+            Carried::Sums(behind) => (self.exchange(behind).sums_there + own, layer),
+            Carried::X(Behind::Out) => (self.places.out.x_there + own, layer),
+            // The norms behind down are the next layer's.
+            Carried::X(Behind::Down) => (self.places.down.x_there + own, layer + 1),
         }
     }
 
     /// What a product has summed, to who adds it up.
-    fn sums(&self, product: Product, rows: u32) -> impl Iterator<Item = Copy> + use<> {
+    fn sums(&self, behind: Behind, rows: u32) -> impl Iterator<Item = Copy> + use<> {
         let Self { places: Places { partial, outgoing, part, run, .. }, rank: own, .. } = *self;
-        let (routes, parts) = (*self, self.exchange(product).parts);
+        let (routes, parts) = (*self, self.exchange(behind).parts);
         let copies = self.others().flat_map(move |rank| {
             (0..parts).map(move |of| Copy {
                 rank,
@@ -138,7 +173,8 @@ impl Carrier {
         self.routes.own_runs(rows) as u32
     }
 
-    /// Carries what o or down has summed to who adds it up. `stream`: where that launch was put last.
+    /// Carries what a launch of layer `layer` leaves for the other ranks, and tells them. `stream`: where it was put
+    /// last.
     ///
     /// # Errors
     /// The driver refuses.
@@ -146,44 +182,17 @@ impl Carrier {
     /// # Safety
     /// `launch` is what the kernel was given, and what it points to stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn carry_sums(
-        &self,
-        stream: &Stream,
-        launch: &Launch,
-        product: Product,
-        layer: u32,
-    ) -> Result<(), CudaError> {
-        self.follow(stream)?;
-        // SAFETY: the kernels have what routes name in the words, in memory as the caller vouches.
-        unsafe {
-            self.carry(launch, self.routes.sums(product, launch.row_count))?;
-            self.tell(launch, self.routes.exchange(product).sums_there, launch.epoch + layer)
+    pub unsafe fn carry(&self, stream: &Stream, launch: &Launch, what: Carried, layer: u32) -> Result<(), CudaError> {
+        stream.record(&self.event)?;
+        self.copies.wait_for(&self.event)?;
+        for Copy { rank, from, to, bytes } in self.routes.of(what, launch.row_count) {
+            // SAFETY: the kernels have both ranges there, in memory as the caller vouches.
+            unsafe { self.copies.copy(launch.inbox[rank] + to, launch.words + from, bytes as usize)? };
         }
-    }
-
-    /// Carries x, of the tokens of this rank, to all others. `stream`: where the join behind o or down was put last.
-    ///
-    /// # Errors
-    /// The driver refuses.
-    ///
-    /// # Safety
-    /// As [`Self::carry_sums`].
-    #[allow(unsafe_code)]
-    pub unsafe fn carry_x(
-        &self,
-        stream: &Stream,
-        launch: &Launch,
-        product: Product,
-        layer: u32,
-    ) -> Result<(), CudaError> {
-        // The norms behind down are the next layer's.
-        let layer = if product == Product::Down { layer + 1 } else { layer };
-        self.follow(stream)?;
-        // SAFETY: as in `carry_sums`.
-        unsafe {
-            self.carry(launch, self.routes.x(launch.row_count))?;
-            self.tell(launch, self.routes.exchange(product).x_there, launch.epoch + layer)
-        }
+        let (word, layer) = self.routes.told(what, layer);
+        let words: Vec<u64> = self.routes.others().map(|rank| launch.inbox[rank] + word).collect();
+        // SAFETY: words of the other ranks' inboxes, which stay as the caller vouches.
+        unsafe { self.copies.write_words(&words, launch.epoch + layer) }
     }
 
     /// What is put into the stream from now on begins when all is carried.
@@ -194,29 +203,6 @@ impl Carrier {
         self.copies.record(&self.event)?;
         stream.wait_for(&self.event)
     }
-
-    /// Copies from now on begin when a stream has come as far as it was put.
-    fn follow(&self, stream: &Stream) -> Result<(), CudaError> {
-        stream.record(&self.event)?;
-        self.copies.wait_for(&self.event)
-    }
-
-    #[allow(unsafe_code)]
-    unsafe fn carry(&self, launch: &Launch, mut copies: impl Iterator<Item = Copy>) -> Result<(), CudaError> {
-        copies.try_for_each(|Copy { rank, from, to, bytes }| {
-            // SAFETY: as the caller vouches.
-            unsafe { self.copies.copy(launch.inbox[rank] + to, launch.words + from, bytes as usize) }
-        })
-    }
-
-    /// Says to all others that what this rank has for them is there, in its word among those from `words` on.
-    #[allow(unsafe_code)]
-    unsafe fn tell(&self, launch: &Launch, words: u64, tag: u32) -> Result<(), CudaError> {
-        let own = words + self.routes.rank as u64 * MEET_WORD;
-        let words: Vec<u64> = self.routes.others().map(|rank| launch.inbox[rank] + own).collect();
-        // SAFETY: words of the other ranks' inboxes, which stay as the caller vouches.
-        unsafe { self.copies.write_words(&words, tag) }
-    }
 }
 
 #[cfg(test)]
@@ -225,7 +211,7 @@ mod tests {
 
     /// Places that lie far apart: blocks of 128 tokens, runs of 32, two parts of o and one of down.
     fn routes(rank: usize, ranks: usize) -> Routes {
-        let out = Exchange { sums_there: 0, x_there: 1, parts: 2 };
+        let out = Exchange { sums_there: 1000, x_there: 2000, parts: 2 };
         let places = Places {
             x: 1 << 40,
             x_block: 1000,
@@ -236,7 +222,7 @@ mod tests {
             block_tokens: 128,
             run_tokens: 32,
             out,
-            down: Exchange { parts: 1, ..out },
+            down: Exchange { sums_there: 3000, x_there: 4000, parts: 1 },
         };
         Routes { places, rank, ranks }
     }
@@ -250,8 +236,8 @@ mod tests {
             (0..u64::from(rows).div_ceil(32)).for_each(|run| owned[(run / carried) as usize] += 1);
             for own in 0..ranks {
                 let routes = routes(own, ranks);
-                for (product, parts) in [(Product::AttentionOut, 2), (Product::Down, 1)] {
-                    let mut sent: Vec<_> = routes.sums(product, rows).collect();
+                for (behind, parts) in [(Behind::Out, 2), (Behind::Down, 1)] {
+                    let mut sent = routes.of(Carried::Sums(behind), rows);
                     sent.sort_by_key(|copy| (copy.rank, copy.from));
                     let others = (0..ranks).filter(|rank| *rank != own && owned[*rank] > 0);
                     let expected = others.flat_map(|rank| {
@@ -266,7 +252,7 @@ mod tests {
                     assert_eq!(sent, expected.map(copy).collect::<Vec<_>>(), "{own} of {ranks}, {rows} rows");
                 }
                 let (at, blocks) = (own as u64 * carried / 4, owned[own].div_ceil(4));
-                let sent: Vec<_> = routes.x(rows).collect();
+                let sent = routes.of(Carried::X(Behind::Down), rows);
                 assert_eq!(sent.len(), if owned[own] > 0 { ranks - 1 } else { 0 });
                 for copy in sent {
                     assert_eq!((copy.from, copy.to), ((1 << 40) + at * 1000, (1 << 40) + at * 1000));
@@ -274,6 +260,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn each_exchange_has_a_word_of_each_rank_and_norms_behind_down_are_the_next_layers() {
+        let all = [Carried::Sums(Behind::Out), Carried::X(Behind::Out)];
+        let all = all.into_iter().chain([Carried::Sums(Behind::Down), Carried::X(Behind::Down)]);
+        let told: Vec<_> = all.map(|what| routes(3, 4).told(what, 7)).collect();
+        assert_eq!(told, [(1048, 7), (2048, 7), (3048, 7), (4048, 8)]);
     }
 
     #[test]

@@ -19,7 +19,6 @@ use crate::cuda::kernels::launch::Launch;
 use crate::cuda::kernels::module::Module;
 use crate::cuda::kernels::variants::{Variant, Width};
 use crate::cuda::weights::layout::Layout;
-use crate::plan::Product;
 
 use carry::Carrier;
 #[cfg(test)]
@@ -251,9 +250,8 @@ impl Matrix {
             for (half, turn) in turns(self.steps.layers) {
                 let half = &mut halves[half];
                 match turn {
-                    Turn::Compute => half.put_while(stream, |phase| phase.tells().is_none())?,
-                    Turn::Tell => half.tell(stream, carrier)?,
-                    Turn::Join => half.join(stream, carrier)?,
+                    Turn::Compute => half.put_while(stream, |phase| phase.leaves().is_none())?,
+                    Turn::Tell | Turn::Join => half.put_carried(stream, carrier)?,
                 }
             }
         }
@@ -294,15 +292,13 @@ struct Half<'a> {
     put: usize,
     /// Of the next launch.
     begin: Begin,
-    /// The product whose sums were told last.
-    told: Option<Product>,
 }
 
 impl<'a> Half<'a> {
     fn new(matrix: &'a Matrix, launch: Launch, pass: Pass, phases: Vec<(Phase, u32)>) -> Self {
         let pass = Pass { tiles: matrix.tiles.address(), ..pass };
         // Whatever is in front of a pass has to be over.
-        Self { matrix, launch, pass, phases, put: 0, begin: Begin::Behind, told: None }
+        Self { matrix, launch, pass, phases, put: 0, begin: Begin::Behind }
     }
 
     /// Puts the next launch into the stream.
@@ -328,28 +324,15 @@ impl<'a> Half<'a> {
         Ok(())
     }
 
-    /// Puts o or down, and has its sums carried.
+    /// Puts the next launch, and has what it leaves for the other ranks carried.
     #[allow(unsafe_code)]
-    unsafe fn tell(&mut self, stream: &Stream, carrier: &Carrier) -> Result<(), CudaError> {
+    unsafe fn put_carried(&mut self, stream: &Stream, carrier: &Carrier) -> Result<(), CudaError> {
         let (phase, layer) = self.phases[self.put];
-        self.told = phase.tells();
-        let product = self.told.expect("o or down, which launches were put up to");
+        let what = phase.leaves().expect("a product or a join, up to which launches were put");
         // SAFETY: as the caller vouches.
         unsafe {
             self.put(stream)?;
-            carrier.carry_sums(stream, &self.launch, product, layer)
-        }
-    }
-
-    /// Puts the join behind it, and has x carried.
-    #[allow(unsafe_code)]
-    unsafe fn join(&mut self, stream: &Stream, carrier: &Carrier) -> Result<(), CudaError> {
-        let (_, layer) = self.phases[self.put];
-        let product = self.told.expect("a product was told");
-        // SAFETY: as the caller vouches.
-        unsafe {
-            self.put(stream)?;
-            carrier.carry_x(stream, &self.launch, product, layer)
+            carrier.carry(stream, &self.launch, what, layer)
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The launches of a matrix pass: a phase of a layer each, in the order of kernels/matrix/layout.cuh.
 
 use super::Pass;
+use super::carry::{Behind, Carried};
 use crate::cuda::weights::layout::Layout;
 use crate::plan::Product;
 
@@ -120,11 +121,13 @@ impl Phase {
         matches!(self, Self::MeetBegun | Self::MeetEmbedded | Self::MeetLogits)
     }
 
-    /// The product whose sums it ends with, if other ranks add them up.
-    pub(super) fn tells(self) -> Option<Product> {
+    /// What it leaves for the other ranks, where copy engines carry that.
+    pub(super) fn leaves(self) -> Option<Carried> {
         match self {
-            Self::AttentionOut | Self::AttentionOutHalves | Self::AttentionOutQuads => Some(Product::AttentionOut),
-            Self::Down | Self::DownHalves | Self::DownQuads => Some(Product::Down),
+            Self::AttentionOut | Self::AttentionOutHalves | Self::AttentionOutQuads => Some(Carried::Sums(Behind::Out)),
+            Self::Down | Self::DownHalves | Self::DownQuads => Some(Carried::Sums(Behind::Down)),
+            Self::JoinOut => Some(Carried::X(Behind::Out)),
+            Self::JoinDown => Some(Carried::X(Behind::Down)),
             _ => None,
         }
     }

@@ -3,8 +3,8 @@
 //
 // Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A
 // for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
-// Cut::kHalves, teams of two such pairs, for passes of so few tokens that blocks would idle: a pair sums two of the
-// four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
+// Cut::kHalves, teams of two such pairs, where blocks would idle in the last round of tiles: a pair sums two of the four
+// groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
 // Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
 // tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
 //
@@ -268,7 +268,8 @@ template <class P, Cut CUT> struct Consumer {
 };
 
 /// What the blocks of a tile tell each other, in memory: what a block is told by part `own ^ (i + 1)` of K has place i,
-/// [8 tokens][thread][4] f32. A unit's is written once a launch.
+/// [8 tokens][thread][4] f32. A team has room for two units: at the second one all its blocks have read what they were
+/// told of the first.
 template <Cut CUT> struct Exchange {
   static constexpr u32 kAll = kParts<CUT>, kPlace = kFinished<CUT> * kRunBytes, kGroup = kConsumerThreads * 16;
   static constexpr int kValues = kFinished<CUT> * kRunValues;
@@ -277,16 +278,17 @@ template <Cut CUT> struct Exchange {
   LP_DEVICE static u8* told(u8* words, u32 unit, u32 part) {
     constexpr u32 APART = kTeam<CUT> / kAll;
     static_assert(4 * (kAll - 1) * kPlace <= Memory::unit_sums, "room of a unit");
-    return words + Memory::sums + (u64)unit * Memory::unit_sums +
+    const u32 team = blockIdx.x / kTeam<CUT>, round = unit / (gridDim.x / kTeam<CUT>);
+    return words + Memory::sums + (u64)(team * 2 + round % 2) * Memory::unit_sums +
            (part * APART + blockIdx.x % APART) * ((kAll - 1) * kPlace) + thread_index() * 16;
   }
   /// Until all blocks of the tile have come here. The blocks of a team are resident, all at the same unit.
-  LP_DEVICE static void meet(u8* words, u32 unit) {
+  LP_DEVICE static void meet(u8* words) {
     barrier_sync(1, kConsumerThreads);
     if (thread_index() == 0) {
       const u32 side = CUT == Cut::kHalves ? blockIdx.x % 2 : 0;
-      u32* come = reinterpret_cast<u32*>(words + Memory::come) + unit * 2 + side;
-      // A tile's blocks count four, launch by launch.
+      u32* come = reinterpret_cast<u32*>(words + Memory::come) + blockIdx.x / kTeam<CUT> * 2 + side;
+      // A tile's blocks count four, tile by tile and launch by launch.
       const u32 all = (fetch_add_release_u32(come, 4 / kAll) & ~3u) + 4;
       while ((int)(load_acquire_u32(come) - all) < 0) {
       }
@@ -312,7 +314,7 @@ template <Cut CUT> struct Exchange {
       if (part == own)
 #pragma unroll
         for (int i = 0; i < kValues; i++) sum[i] = sum[part * kValues + i];
-    meet(words, unit);
+    meet(words);
     const u8* from = told(words, unit, own);
     Quad others[kAll - 1][kValues / 4];
 #pragma unroll

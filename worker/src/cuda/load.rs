@@ -180,7 +180,9 @@ pub fn load_with(
         1 => None,
         ranks => {
             let inbox = memory.inbox.clone();
-            let same = format!("{bit_domain} {} {blocks} blocks {inbox:?}", model.digest);
+            // Of one of them: all cut steps into the same passes.
+            let products = matrix.as_ref().map(|matrix| matrix.products);
+            let same = format!("{bit_domain} {} {blocks} blocks {products:?} {inbox:?}", model.digest);
             let group = Group { rank: request.rank, ranks, plan: same };
             Some(Ties { fabric: Fabric::new(&gpu, group, inbox.bytes as usize, request.wait_limit)?, inbox })
         }

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use crate::batch::Row;
 use crate::cuda::kernels::launch::{ROW_SAMPLE, Row as LaunchRow};
+use crate::cuda::kernels::matrix::Products;
 use crate::cuda::kernels::variants::{Attention, TOKEN_BLOCK, Width};
 use crate::plan::PAGE_POSITIONS;
 
@@ -26,6 +27,8 @@ pub struct Passes {
     /// Of so many rows: the fastest way's time, and the kernel of its first pass.
     best: Vec<(u64, Width)>,
     columns: usize,
+    /// Of matrix passes.
+    products: Option<Products>,
 }
 
 impl Passes {
@@ -47,7 +50,12 @@ impl Passes {
             let fastest = ways.min_by_key(|(time, width)| (*time, std::cmp::Reverse(width.columns)));
             best.push(fastest.expect("a kernel, as asserted above"));
         }
-        Self { attention, widths, best, columns }
+        Self { attention, widths, best, columns, products: None }
+    }
+
+    /// The same where products of matrix passes are divided so among blocks.
+    pub fn by(self, products: Option<Products>) -> Self {
+        Self { products, ..self }
     }
 
     /// Most rows of a pass whose rows sample.
@@ -103,13 +111,22 @@ impl Passes {
         widest.is_some_and(|width| first + second > width.columns && first.min(second) >= TOKEN_BLOCK)
     }
 
-    /// The rows of two passes that are computed together, as many in one as in the other, where `width` takes the first
-    /// ones of `rows`, and not all.
+    /// The rows of two passes that are computed together, where `width` takes the first ones of `rows`, and not all.
     fn halves(&self, width: &Width, rows: &[Row]) -> Option<[usize; 2]> {
-        let half = rows.len().min(2 * width.columns).div_ceil(2).next_multiple_of(TOKEN_BLOCK);
-        let first = fitting(&Width { columns: half.min(width.columns), ..*width }, rows);
+        let first = self.first_half(width.columns, rows.len());
+        let first = fitting(&Width { columns: first, ..*width }, rows);
         let second = fitting(width, &rows[first..]);
         self.pair(first, second).then_some([first, second])
+    }
+
+    /// The rows of the first of two passes that take `rows`, if both have so many `columns`: half of them, or a quarter
+    /// of that more or less where products then take fewer rounds of tiles.
+    fn first_half(&self, columns: usize, rows: usize) -> usize {
+        let rows = rows.min(2 * columns);
+        let half = rows.div_ceil(2).next_multiple_of(TOKEN_BLOCK).min(columns);
+        let apart = (0..=half / 4).step_by(TOKEN_BLOCK).flat_map(|apart| [half + apart, half - apart]);
+        let firsts = apart.filter(|first| *first < rows && (*first).max(rows - first) <= columns);
+        firsts.min_by_key(|first| self.products.map(|of| of.time(*first) + of.time(rows - first))).unwrap_or(half)
     }
 
     /// The passes of a step, in the order in which they run, as ranges of its rows.
@@ -257,6 +274,23 @@ mod tests {
         assert!(!four.pair(100, 100));
         let narrow = Passes::new(&NARROW, 4096, of_four);
         assert!(!narrow.pair(8, 8));
+    }
+
+    /// 8B's passes of 8, 11 and 16 blocks of tokens fill the rounds that they take; of 10 and 12 not.
+    #[test]
+    fn two_passes_are_cut_where_their_products_take_fewest_rounds() {
+        let matrix = Width { columns: 2048, ..MATRIX[0] };
+        let passes = Passes::new(&[&all()[..], &[matrix]].concat(), 4096, Attention { ranks: 4, ..ATTENTION });
+        let products = Products::LLAMA_8B_RANK;
+        let by = passes.clone().by(Some(products));
+        for (rows, half, cut) in [(2366, 1280, 1408), (2060, 1152, 1152), (3072, 1536, 1664), (4096, 2048, 2048)] {
+            let sizes = |passes: &Passes| passes.of(&rows_of_prompt(rows)).iter().map(Range::len).collect::<Vec<_>>();
+            assert_eq!((sizes(&passes), sizes(&by)), (vec![half, rows - half], vec![cut, rows - cut]), "{rows}");
+            let time = |first: usize| products.time(first) + products.time(rows - first);
+            assert!((half..rows).step_by(TOKEN_BLOCK).all(|first| first > half * 5 / 4 || time(first) >= time(cut)));
+        }
+        // One takes all rows that a pass has columns for at most.
+        assert_eq!(by.of(&rows_of_prompt(2048)).len(), 1);
     }
 
     /// The cut of a pass moves to the begin of a sequence with drafts, not of a prompt.

@@ -3,6 +3,7 @@
 
 mod carry;
 mod phases;
+mod products;
 
 use std::sync::Arc;
 
@@ -24,6 +25,7 @@ use carry::Carrier;
 #[cfg(test)]
 pub use phases::names;
 use phases::{Phase, Steps, Turn, turns};
+pub use products::Products;
 
 /// What the source says of itself once it is compiled, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -45,7 +47,13 @@ struct Needs {
     tiles_shared: u64,
     /// The same of attention of spans.
     spans_shared: u64,
+    /// Blocks of a launch, at most.
+    most_blocks: u64,
 }
+
+/// How many numbers the source says of itself.
+#[cfg(test)]
+pub const NEEDS: usize = size_of::<Needs>() / size_of::<u64>();
 
 impl Needs {
     /// Dynamic shared memory of a block.
@@ -114,6 +122,8 @@ pub struct Matrix {
     pub bounds: Bounds,
     /// Rows of a tile of attention, at most, and how many tiles the blocks of a KV head compute at once.
     pub tiles_of: (usize, usize),
+    /// How the products of a layer are divided among blocks.
+    pub products: Products,
     /// What the compiler said that they take: the most registers of a kernel, and what all spill.
     pub resources: Option<Resources>,
     /// Whether the binary came from the cache.
@@ -171,7 +181,8 @@ impl Matrix {
         }
         let pairs = layout.ranks() > 1 && most_rows > variant.columns();
         let c = &layout.plan().config;
-        let blocks = (blocks & !3).max(4) as u32;
+        let blocks = (blocks.min(needs.most_blocks as usize) & !3).max(4) as u32;
+        let products = Products::of(layout, blocks);
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,
@@ -193,7 +204,8 @@ impl Matrix {
             functions,
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
             blocks,
-            steps: Steps::of(layout, blocks),
+            products,
+            steps: Steps::of(layout, products),
             carrier: pairs.then(|| Carrier::new(gpu, layout, &module)).transpose()?,
             _module: module,
         })

@@ -2,18 +2,8 @@
 
 use super::Pass;
 use super::carry::{Behind, Carried};
+use super::products::{Cut, Products};
 use crate::cuda::weights::layout::Layout;
-use crate::plan::Product;
-
-/// Rows of weights of a tile of a product, and its tokens at most: smaller passes have tiles of all their tokens.
-const TILE: u32 = 128;
-/// Tokens of a pass at most whose products have too few tiles for all blocks, so that K may be cut.
-const MOST_CUT: u32 = 4 * TILE;
-/// k16 steps of a product at least whose K is cut although that saves no round: 8B on an H200, 257 to 512 rows: down
-/// (896 steps) 4 to 13 % faster, o (256) 9 to 10 % slower.
-const LONG: u32 = 512;
-/// Leaves of K that a product has at least whose K can be cut.
-const QUAD_LEAVES: usize = 4;
 
 /// A phase of a pass: its kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,65 +136,20 @@ impl Phase {
     }
 }
 
-/// How neighbouring blocks divide a product's tiles (kernels/matrix/product.cuh).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Cut {
-    /// Two blocks have neighbouring tokens, and all of K.
-    Pair,
-    /// Two such pairs have half of K each.
-    Halves,
-    /// Four blocks have the same tile, and a quarter of K each.
-    Quads,
-}
-
-/// A product whose K can be cut: groups of rows of weights, and k16 steps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Cuttable {
-    groups: u32,
-    steps: u32,
-}
-
-impl Cut {
-    /// What takes least time for `rows` tokens, by `blocks` blocks.
-    fn of(rows: u32, product: Cuttable, blocks: u32) -> Self {
-        let Cuttable { groups, steps } = product;
-        let tokens = rows.div_ceil(TILE);
-        // Two neighbouring tiles, of the last tokens by themselves two groups.
-        let units = groups * (tokens / 2) + if tokens.is_multiple_of(2) { 0 } else { groups.div_ceil(2) };
-        // In rounds of half of K.
-        let (pairs, halves) = (2 * units.div_ceil(blocks / 2), units.div_ceil(blocks / 4));
-        match rows {
-            0..=TILE => Self::Quads,
-            ..=MOST_CUT if halves < pairs || (halves == pairs && steps >= LONG) => Self::Halves,
-            _ => Self::Pair,
-        }
-    }
-}
-
 /// What decides which launches a pass has, beside its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Steps {
     pub(super) layers: u32,
     qk_norm: bool,
-    /// Blocks of a launch.
-    blocks: u32,
-    /// q, k and v, o, and down, if K has the leaves to be cut.
-    cuts: [Option<Cuttable>; 3],
+    products: Products,
     /// Whether there are other ranks.
     group: bool,
 }
 
 impl Steps {
-    pub(super) fn of(layout: &Layout, blocks: u32) -> Self {
+    pub(super) fn of(layout: &Layout, products: Products) -> Self {
         let c = &layout.plan().config;
-        let cuts = [Product::QueryKeyValue, Product::AttentionOut, Product::Down].map(|product| {
-            let panel = layout.panel(product);
-            let steps = (panel.leaves * panel.steps()) as u32;
-            let cuttable = Cuttable { groups: (panel.tiles as u32).div_ceil(TILE / 16), steps };
-            // Ranks have a part of the leaves of o and of down.
-            (panel.leaves >= QUAD_LEAVES && panel.leaves == panel.k.count).then_some(cuttable)
-        });
-        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, blocks, cuts, group: layout.ranks() > 1 }
+        Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, products, group: layout.ranks() > 1 }
     }
 
     /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
@@ -214,10 +159,10 @@ impl Steps {
 
     /// Of these what comes before the end of the layers.
     pub(super) fn body(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
-        let Self { layers, qk_norm, blocks, cuts, group } = *self;
+        let Self { layers, qk_norm, products, group } = *self;
         let (tiles, cut, spans, merges) =
             (pass.tile_count > 0, pass.cut != 0, pass.span_count > 0, pass.merge_count > 0);
-        let [qkv, out, down] = cuts.map(|product| product.map_or(Cut::Pair, |product| Cut::of(rows, product, blocks)));
+        let [qkv, out, _, down] = products.cuts(rows);
         let [after_out, after_down] = self.norms();
         let layer = [
             (after_down, true),
@@ -315,18 +260,13 @@ mod tests {
         }
     }
 
-    // Llama 3.1 8B's.
-    const QKV: Cuttable = Cuttable { groups: 48, steps: 256 };
-    const OUT: Cuttable = Cuttable { groups: 32, steps: 256 };
-    const DOWN: Cuttable = Cuttable { groups: 32, steps: 896 };
-
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
-        let steps = |qk_norm, cuts| Steps { layers: 2, qk_norm, blocks: 132, cuts, group: false };
+        let steps = |qk_norm| Steps { layers: 2, qk_norm, products: Products::LLAMA_8B, group: false };
         let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
             steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
         };
-        let names = |pass: &Pass, qk_norm| of_rows(513, pass, steps(qk_norm, [Some(OUT); 3]));
+        let names = |pass: &Pass, qk_norm| of_rows(2048, pass, steps(qk_norm));
         let prompt = Pass { tile_count: 3, ..Pass::default() };
         let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
         assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
@@ -341,23 +281,12 @@ mod tests {
         assert_eq!(names(&Pass { sample_count: 0, ..chooses }, false).len(), 15);
         let cut = names(&Pass { cut: 1, merge_count: 9, ..prompt }, false);
         assert_eq!(cut[3..6], ["attend_cut_tiles", "merge_spans", "out"].map(|name| (name, 0)));
-        let few = of_rows(128, &prompt, steps(false, [Some(OUT), None, Some(DOWN)]));
-        let quads = ["norms", "qkv_quads", "attend_tiles", "out", "norms", "gate_up", "down_quads"];
+        let few = of_rows(128, &prompt, steps(false));
+        let quads = ["norms", "qkv_quads", "attend_tiles", "out_quads", "norms", "gate_up", "down_quads"];
         assert_eq!(few[1..8], quads.map(|name| (name, 0)));
-        let more = of_rows(256, &prompt, steps(false, [Some(QKV), Some(OUT), None]));
-        let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down"];
+        let more = of_rows(256, &prompt, steps(false));
+        let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down_halves"];
         assert_eq!(more[1..8], halves.map(|name| (name, 0)));
-    }
-
-    #[test]
-    fn k_is_cut_where_blocks_would_idle() {
-        let cuts = |product| [1, 128, 129, 257, 385, 512, 513].map(|rows| Cut::of(rows, product, 132));
-        use Cut::{Halves, Pair, Quads};
-        // 32, 48 and 64 units by 66 pairs or 33 fours: 1, 1, 1 rounds or 1, 2, 2 of half as long.
-        assert_eq!(cuts(OUT), [Quads, Quads, Halves, Pair, Pair, Pair, Pair]);
-        assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Halves, Halves, Halves, Pair]);
-        // 48, 72 and 96 units: 1, 2, 2 rounds or 2, 3, 3.
-        assert_eq!(cuts(QKV), [Quads, Quads, Pair, Halves, Halves, Halves, Pair]);
     }
 
     #[test]
@@ -385,9 +314,9 @@ mod tests {
     #[test]
     fn ranks_meet_around_what_they_write_to_each_other() {
         let pass = Pass { span_count: 1, sample_count: 1, ..Pass::default() };
-        let steps = Steps { layers: 1, qk_norm: false, blocks: 132, cuts: [None; 3], group: true };
+        let steps = Steps { layers: 1, qk_norm: false, products: Products::LLAMA_8B_RANK, group: true };
         let names: Vec<_> = steps.phases(8, &pass).map(|(phase, _)| &phase.name()["matrix_".len()..]).collect();
-        let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv", "attend_spans"];
+        let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv_quads", "attend_spans"];
         let layer = ["out", "join_out", "norms_of_joined_out", "gate_up", "down", "join_down", "norms_of_joined_down"];
         assert_eq!(names, [&embed[..], &layer, &["gather", "head", "meet_logits"]].concat());
         let chooses = steps.phases(8, &Pass { stopped: 1, ..pass }).map(|(phase, _)| phase);

@@ -180,7 +180,7 @@ pub fn load_with(
         1 => None,
         ranks => {
             let inbox = memory.inbox.clone();
-            // Of one of them: all cut steps into the same passes.
+            // Ranks cut a step into passes by how their products are divided, so that has to be the same.
             let products = matrix.as_ref().map(|matrix| matrix.products);
             let same = format!("{bit_domain} {} {blocks} blocks {products:?} {inbox:?}", model.digest);
             let group = Group { rank: request.rank, ranks, plan: same };

@@ -4,7 +4,7 @@
 //! A pass streams all weights, so what counts is how many passes there are, and how wide: three rows in a pass of eight
 //! cost what eight do. Where there are matrix passes, one holds all rows of a step that narrower kernels do not,
 //! prompts and decoding rows in the order of the step; it ends only where it has no room for more. Of a group, a step
-//! of more rows than one has is two of half of them, which are computed together.
+//! of more rows than one has is two of about half of them, which are computed together.
 
 use std::ops::Range;
 
@@ -119,13 +119,12 @@ impl Passes {
         self.pair(first, second).then_some([first, second])
     }
 
-    /// The rows of the first of two passes that take `rows`, if both have so many `columns`: half of them, or a quarter
-    /// of that more or less where products then take fewer rounds of tiles.
+    /// The rows of the first of two passes that take `rows`, if both have so many `columns`: half of them, or up to a
+    /// quarter of that more where products then take fewer rounds of tiles. (As many less would take as many rounds.)
     fn first_half(&self, columns: usize, rows: usize) -> usize {
         let rows = rows.min(2 * columns);
         let half = rows.div_ceil(2).next_multiple_of(TOKEN_BLOCK).min(columns);
-        let apart = (0..=half / 4).step_by(TOKEN_BLOCK).flat_map(|apart| [half + apart, half - apart]);
-        let firsts = apart.filter(|first| *first < rows && (*first).max(rows - first) <= columns);
+        let firsts = (half..rows.min(columns + 1).min(half * 5 / 4 + 1)).step_by(TOKEN_BLOCK);
         firsts.min_by_key(|first| self.products.map(|of| of.time(*first) + of.time(rows - first))).unwrap_or(half)
     }
 

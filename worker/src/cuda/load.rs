@@ -181,7 +181,7 @@ pub fn load_with(
         ranks => {
             let inbox = memory.inbox.clone();
             // Ranks cut a step into passes by how their products are divided, so that has to be the same.
-            let products = matrix.as_ref().map(|matrix| matrix.products);
+            let products = matrix.as_ref().map(Matrix::products);
             let same = format!("{bit_domain} {} {blocks} blocks {products:?} {inbox:?}", model.digest);
             let group = Group { rank: request.rank, ranks, plan: same };
             Some(Ties { fabric: Fabric::new(&gpu, group, inbox.bytes as usize, request.wait_limit)?, inbox })

@@ -177,7 +177,7 @@ impl Engine {
         let gpu = kernels[0].gpu().clone();
         let widths = kernels.iter().map(|kernel| kernel.variant.width);
         let widths: Vec<Width> = widths.chain(matrix.as_ref().map(|matrix| matrix.width)).collect();
-        let products = matrix.as_ref().map(|matrix| matrix.products);
+        let products = matrix.as_ref().map(Matrix::products);
         let passes = Passes::new(&widths, sizes.max_batch_tokens, sizes.attention).by(products);
         let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {

@@ -122,8 +122,6 @@ pub struct Matrix {
     pub bounds: Bounds,
     /// Rows of a tile of attention, at most, and how many tiles the blocks of a KV head compute at once.
     pub tiles_of: (usize, usize),
-    /// How the products of a layer are divided among blocks.
-    pub products: Products,
     /// What the compiler said that they take: the most registers of a kernel, and what all spill.
     pub resources: Option<Resources>,
     /// Whether the binary came from the cache.
@@ -182,7 +180,6 @@ impl Matrix {
         let pairs = layout.ranks() > 1 && most_rows > variant.columns();
         let c = &layout.plan().config;
         let blocks = (blocks.min(needs.most_blocks as usize) & !3).max(4) as u32;
-        let products = Products::of(layout, blocks);
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,
@@ -204,8 +201,7 @@ impl Matrix {
             functions,
             tiles: DeviceBuffer::of(gpu, &layout.tiles())?,
             blocks,
-            products,
-            steps: Steps::of(layout, products),
+            steps: Steps::of(layout, Products::of(layout, blocks)),
             carrier: pairs.then(|| Carrier::new(gpu, layout, &module)).transpose()?,
             _module: module,
         })
@@ -214,6 +210,11 @@ impl Matrix {
     /// Whether two passes of a step may be computed together.
     pub fn has_pairs(&self) -> bool {
         self.carrier.is_some()
+    }
+
+    /// How the products of a layer are divided among blocks.
+    pub fn products(&self) -> Products {
+        self.steps.products
     }
 
     /// Bytes of [`Launch::words`], which of several ranks are the rank's inbox.

@@ -141,7 +141,7 @@ impl Phase {
 pub(super) struct Steps {
     pub(super) layers: u32,
     qk_norm: bool,
-    products: Products,
+    pub(super) products: Products,
     /// Whether there are other ranks.
     group: bool,
 }

@@ -1,7 +1,8 @@
 //! Prompts made of common words, sized in tokens by asking the server how many it counts.
 //!
 //! The load tester has no tokenizer: two probes of different length show how many tokens a word and the chat template
-//! cost on this server, and the prompts are cut to match. The report prints the mean that the server counted.
+//! cost on this server, and the prompts are cut to match. Where words cost unequally much, a probe has all of them as
+//! often as prompts have in the mean. The report prints the mean that the server counted.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -36,8 +37,7 @@ impl Prompts {
         Self { seed, words_at_zero: 0.0, words_per_token: 1.0, shared: 0.0 }
     }
 
-    /// Prompts for a server that counted `short_tokens` and `long_tokens` in prompts of [`probe_words`] for `longest`
-    /// tokens. None where the counts say nothing, as a longer prompt was not counted as longer.
+    /// Prompts for a server that counted `short_tokens` and `long_tokens` in [`probes`] for `longest` tokens. None where the counts say nothing, as a longer prompt was not counted as longer.
     pub fn fitted(longest: u32, short_tokens: u64, long_tokens: u64, seed: u64) -> Option<Self> {
         let (short_words, long_words) = probe_words(longest);
         let more_tokens = long_tokens.checked_sub(short_tokens).filter(|&more| more > 0)? as f64;
@@ -75,11 +75,18 @@ fn words_of(seed: u64) -> impl Iterator<Item = &'static str> {
     std::iter::repeat_with(move || WORDS[rng.random_range(0..WORDS.len())])
 }
 
-/// Words of the two probes for prompts of `tokens` tokens; neither is much longer than what the run will send, which
-/// keeps them inside the context wherever the run's own prompts are.
-pub fn probe_words(tokens: u32) -> (usize, usize) {
+/// The short and the long probe for prompts of `tokens` tokens.
+pub fn probes(tokens: u32) -> [String; 2] {
+    let (short, long) = probe_words(tokens);
+    [short, long].map(|words| WORDS.into_iter().cycle().take(words).collect::<Vec<_>>().join(" "))
+}
+
+/// Words of the two probes; neither is much longer than what the run will send, which keeps them inside the context
+/// wherever the run's own prompts are. What the long one has more is whole rounds of all words, where it is so long.
+fn probe_words(tokens: u32) -> (usize, usize) {
     let long = (tokens as usize / 2).clamp(2 * SHORT_PROBE_WORDS, LONG_PROBE_WORDS);
-    (SHORT_PROBE_WORDS, long)
+    let rounds = long / WORDS.len();
+    (SHORT_PROBE_WORDS, if rounds > 0 { SHORT_PROBE_WORDS + rounds * WORDS.len() } else { long })
 }
 
 #[cfg(test)]
@@ -123,6 +130,19 @@ mod tests {
                     assert!(error <= 3.0 + 0.01 * f64::from(tokens), "{tokens} asked, {words} words");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn prompts_are_as_long_as_asked_in_the_mean_where_each_letter_is_a_token() {
+        let count = |text: &str| text.split(' ').map(str::len).sum::<usize>() as u64 + 30;
+        for tokens in [128, 300, 1024, 8192] {
+            let [short, long] = probes(tokens).map(|probe| count(&probe));
+            let prompts = Prompts::fitted(tokens, short, long, 7).expect("a growing count");
+            let mean = (0..400).map(|index| count(&prompts.text(index, tokens))).sum::<u64>() as f64 / 400.0;
+            // A word more or less, and what chance leaves of the mean.
+            let error = (mean - f64::from(tokens)).abs();
+            assert!(error <= 3.0 + 0.003 * f64::from(tokens), "{tokens} asked, {mean} in the mean");
         }
     }
 

@@ -17,7 +17,7 @@ use crate::figures::spread::{self, Spread};
 use crate::figures::tally::Tally;
 use crate::load::conduct::Conducts;
 use crate::load::pacing::{Extent, Pacing};
-use crate::load::prompt::{Prompts, probe_words};
+use crate::load::prompt::{Prompts, probes};
 use crate::load::shapes::Shapes;
 use crate::load::trace::Trace;
 use crate::measure::args::LoadArgs;
@@ -30,8 +30,6 @@ use crate::run::watch::{self, Before, ServerSide};
 use crate::run::workload::{Endpoint, Workload};
 use crate::text::printable;
 
-/// Index of the prompts that size the others, which no request of a run has.
-const PROBE_INDEX: u64 = u64::MAX - 1;
 /// How long `--calibrate` measures the load tester before the run.
 const CALIBRATION_LENGTH: Duration = Duration::from_secs(5);
 /// Most streams that `--calibrate` opens, whatever the run may.
@@ -206,13 +204,11 @@ fn calibration_of(args: &LoadArgs) -> CalibrateArgs {
 /// Asks the server to count two prompts and sizes the run's prompts by its answers; says why not where it cannot.
 async fn fit_prompts(workload: &Workload, args: &LoadArgs) -> Result<Prompts, String> {
     let longest = workload.shapes.longest_prompt();
-    let (short, long) = probe_words(longest);
     let mut counts = [0; 2];
-    for (count, words) in counts.iter_mut().zip([short, long]) {
-        let prompt = Prompts::of_words(args.seed).text(PROBE_INDEX, words as u32);
+    for (count, probe) in counts.iter_mut().zip(probes(longest)) {
         let clock = Clock::start();
         let mut record = RequestRecord::new(0, 0, 0);
-        workload.request(&[], &prompt, 1).send(clock, &mut record).await;
+        workload.request(&[], &probe, 1).send(clock, &mut record).await;
         if let Some(failure) = record.failure {
             return Err(format!("the request that was to size them failed: {failure}"));
         }

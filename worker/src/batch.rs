@@ -351,7 +351,7 @@ impl Batch {
             let drawing = rows.iter().filter(|row| row.sample).count() - given;
             let drafted = slot.take_back();
             samples.by_ref().take(given).for_each(|_| self.verdicts.push(Verdict::Given));
-            let (mut held, mut late) = (0, false);
+            let (mut held, mut late, mut failed) = (0, false, false);
             for (row, sampled) in rows[rows.len() - drawing..].iter().zip(samples.by_ref().take(drawing)) {
                 let (token, number) = (sampled.token, segment.slot);
                 // The row's own token is the newest: what it follows was right.
@@ -371,11 +371,13 @@ impl Batch {
                 late |= verdict == Verdict::Late;
                 if verdict == Verdict::Nothing {
                     slot.fail();
+                    failed = true;
                 }
                 self.verdicts.push(verdict);
                 held += usize::from(matches!(verdict, Verdict::Token(_)));
             }
-            slot.advance(rows.len() - drawing + held + usize::from(late), late, &mut self.pages);
+            // K and V of a row that counts are there, even if it drew nothing.
+            slot.advance(rows.len() - drawing + held + usize::from(late || failed), late, &mut self.pages);
             if !late {
                 slot.learn(drafted, held.saturating_sub(1));
             }

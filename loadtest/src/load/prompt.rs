@@ -37,7 +37,8 @@ impl Prompts {
         Self { seed, words_at_zero: 0.0, words_per_token: 1.0, shared: 0.0 }
     }
 
-    /// Prompts for a server that counted `short_tokens` and `long_tokens` in [`probes`] for `longest` tokens. None where the counts say nothing, as a longer prompt was not counted as longer.
+    /// Prompts for a server that counted `short_tokens` and `long_tokens` in [`probes`] for `longest` tokens. None
+    /// where the counts say nothing, as a longer prompt was not counted as longer.
     pub fn fitted(longest: u32, short_tokens: u64, long_tokens: u64, seed: u64) -> Option<Self> {
         let (short_words, long_words) = probe_words(longest);
         let more_tokens = long_tokens.checked_sub(short_tokens).filter(|&more| more > 0)? as f64;

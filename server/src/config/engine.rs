@@ -179,7 +179,7 @@ pub enum LoopMode {
 /// Whether prompts that begin as others did take over their KV pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum PrefixCache {
-    /// Full pages that no sequence holds are kept until the memory is needed.
+    /// Pages that no sequence holds are kept until the memory is needed.
     On,
     /// Every prompt is computed whole.
     Off,

@@ -241,25 +241,23 @@ impl FakeWorker {
 
     /// What lies before `start` was computed for the slot, or is in its pages already.
     fn skip(&mut self, number: u32, start: u32) {
-        let slot = &self.slots[&number];
+        let (slot, positions) = (&self.slots[&number], self.shape.page_positions);
         if start > slot.computed {
-            let positions = self.shape.page_positions;
-            assert!(
-                start.is_multiple_of(positions) && slot.computed.is_multiple_of(positions),
-                "whole pages are skipped"
-            );
-            assert!((start / positions) as usize <= slot.pages.len(), "skipped pages are granted");
+            assert!(slot.computed.is_multiple_of(positions), "pages are skipped from their first position on");
+            assert!(start.div_ceil(positions) as usize <= slot.pages.len(), "skipped pages are granted");
         }
         assert!(slot.computed <= start, "chunks follow each other");
+        if start > slot.computed && !start.is_multiple_of(positions) {
+            // What lies behind it in a page that it goes on in is not its own.
+            let page = slot.pages[(start / positions) as usize];
+            self.kv(page)[(start % positions) as usize..].fill(None);
+        }
         self.slots.get_mut(&number).expect("the slot was read above").computed = start;
     }
 
-    /// Nobody may read a page any more that is not full, once nobody holds it.
+    /// What lies in it stays: another slot may be granted the page for that.
     fn let_go(&mut self, page: u32) {
         self.holders[page as usize] -= 1;
-        if self.holders[page as usize] == 0 && self.kv(page).contains(&None) {
-            self.poison(page);
-        }
     }
 
     fn poison(&mut self, page: u32) {

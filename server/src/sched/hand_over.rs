@@ -116,8 +116,8 @@ impl Scheduler {
         if handed.was_admitted {
             self.shares.admitted(id, &mut claim);
         }
-        let mut sequence =
-            Sequence { generated, prompt_logprobs, cached_tokens, ..Sequence::new(request, Some(claim)) };
+        let new = Sequence::new(request, Some(claim), self.limits.prefix_cache);
+        let mut sequence = Sequence { generated, prompt_logprobs, cached_tokens, ..new };
         (sequence.losses, sequence.tokens_since_loss) = (handed.losses, handed.tokens_since_loss);
         if handed.was_admitted {
             sequence.ticket = self.next_ticket;

@@ -185,7 +185,7 @@ impl Scheduler {
             let id = self.next_sequence;
             self.next_sequence += 1;
             let claim = self.shares.queued(id, standing, request.prompt.len() as u64, request.max_tokens.into());
-            let mut sequence = Sequence::new(request, Some(claim));
+            let mut sequence = Sequence::new(request, Some(claim), self.limits.prefix_cache);
             self.extend_keys(&mut sequence);
             self.queue.insert(sequence.turn(id));
             self.sequences.insert(id, sequence);
@@ -448,9 +448,7 @@ impl Scheduler {
         sequence.generated.push(token.token);
         let is_cleared = sequence.is_cleared();
         let pages = self.pages.as_mut().expect("a group that is up has pages");
-        if self.limits.prefix_cache {
-            sequence.extend_keys(pages.page_positions());
-        }
+        sequence.extend_keys(pages.page_positions());
         if let Some(running) = slot.and_then(|slot| self.slots[slot as usize].as_mut()) {
             running.tokens += 1;
             running.publish(sequence, pages);
@@ -498,24 +496,26 @@ impl Scheduler {
             }
             Phase::Running { slot } => {
                 self.running.remove(&turn);
-                self.release(slot);
+                self.release(slot, &sequence);
             }
         }
         Some(sequence)
     }
 
-    /// Gives back slot and pages; the plan built next tells the workers.
-    fn release(&mut self, slot: u32) {
-        let running = self.slots[slot as usize].take().expect("only a slot in use is released");
+    /// Gives back slot and pages of a sequence; the plan built next tells the workers.
+    fn release(&mut self, slot: u32, sequence: &Sequence) {
+        let mut running = self.slots[slot as usize].take().expect("only a slot in use is released");
         self.prompts -= usize::from(!running.decodes());
         self.releases.push(slot);
         self.free_slots.push(slot);
         let pages = self.pages.as_mut().expect("a sequence runs on pages of the pool");
+        running.publish(sequence, pages);
+        running.keep_tail(sequence, pages);
         running.pages.into_iter().rev().for_each(|page| pages.let_go(page));
     }
 
     fn extend_keys(&self, sequence: &mut Sequence) {
-        if let Some(pages) = self.pages.as_ref().filter(|_| self.limits.prefix_cache) {
+        if let Some(pages) = &self.pages {
             sequence.extend_keys(pages.page_positions());
         }
     }

@@ -3,8 +3,11 @@
 //! A page is *free*, *held* by sequences in slots, or *idle*: cached, and held by nobody. Nothing is set aside for the
 //! cache: idle pages are taken as free ones are, once there are none, those that were let go longest ago first.
 //!
-//! Cached pages form a tree: each is full, and knows the page before it. Who holds a page holds all before it, too, and
-//! lets go of the last first; so a page is always given up before those that it follows.
+//! Cached pages form a tree: each knows the page before it. Who holds a page holds all before it, too, and lets go of
+//! the last first; so a page is always given up before those that it follows.
+//!
+//! Full pages are shared. One that is not full is the *tail* of a sequence that left: nobody holds it, no page
+//! follows it, and who goes on with its tokens takes it for itself.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -40,10 +43,11 @@ struct Cached {
     before: Option<u32>,
     /// Of a page that is the first.
     salt: Box<str>,
+    /// As many as the page has positions, fewer in a tail.
     tokens: Box<[u32]>,
 }
 
-/// What a full page holds: K and V of its tokens behind all tokens before them.
+/// What a page holds: K and V of its tokens behind all tokens before them.
 #[derive(Debug, Clone)]
 pub(super) struct Content<'a> {
     /// Of salt and tokens up to the page's last. Two contents of one key may differ.
@@ -52,7 +56,7 @@ pub(super) struct Content<'a> {
     pub(super) before: Option<u32>,
     /// Pages of different salts are not shared.
     pub(super) salt: &'a str,
-    /// As many as the page has positions.
+    /// As many as the page has positions; fewer in a tail.
     pub(super) tokens: std::borrow::Cow<'a, [u32]>,
 }
 
@@ -132,12 +136,25 @@ impl PagePool {
     pub(super) fn take(&mut self) -> Option<u32> {
         let page = self.free.pop().or_else(|| {
             let (_, page) = self.idle.pop_first()?;
-            let cached = self.pages[page as usize].cached.take().expect("idle pages are cached");
-            self.cached.remove(&cached.key);
+            self.forget(page);
             Some(page)
         })?;
         self.pages[page as usize].holders = 1;
         Some(page)
+    }
+
+    /// Takes the tail that holds `content`, for a holder of its own, who goes on behind it.
+    pub(super) fn take_tail(&mut self, content: &Content<'_>) -> Option<u32> {
+        debug_assert!(content.tokens.len() < self.page_positions as usize, "full pages are shared");
+        let page = self.find(content)?;
+        self.hold(page);
+        self.forget(page);
+        Some(page)
+    }
+
+    fn forget(&mut self, page: u32) {
+        let cached = self.pages[page as usize].cached.take().expect("only what is cached is forgotten");
+        self.cached.remove(&cached.key);
     }
 
     /// One more holds a page that [`PagePool::find`] found.
@@ -184,15 +201,26 @@ impl PagePool {
             self.hold(before);
             return Some(before);
         }
-        if self.cached.contains_key(&content.key) {
-            return None;
-        }
+        debug_assert_eq!(content.tokens.len(), self.page_positions as usize, "only full pages are shared");
+        self.remember(page, content).then_some(page)
+    }
+
+    /// Keeps the last page of a sequence that leaves, which is not full, and which it is about to let go.
+    pub(super) fn keep_tail(&mut self, page: u32, content: Content<'_>) {
+        debug_assert!(content.tokens.len() < self.page_positions as usize, "full pages are shared");
+        self.remember(page, content);
+    }
+
+    /// False: its key stands for what another page holds.
+    fn remember(&mut self, page: u32, content: Content<'_>) -> bool {
         let Content { key, before, salt, tokens } = content;
-        debug_assert_eq!(tokens.len(), self.page_positions as usize, "only full pages are cached");
+        if self.cached.contains_key(&key) {
+            return false;
+        }
         let salt = if before.is_none() { salt.into() } else { Box::default() };
         self.pages[page as usize].cached = Some(Cached { key, before, salt, tokens: tokens.into() });
         self.cached.insert(key, page);
-        Some(page)
+        true
     }
 
     /// Whether every page is free, idle or held as often as `held` says, page by page, and the tree is whole.
@@ -216,13 +244,16 @@ impl PagePool {
         }
         let is_somewhere = |(page, seen): (&Page, bool)| seen == (page.holders == 0);
         hold(self.pages.iter().zip(seen).all(is_somewhere), "no page is lost")?;
+        let is_full = |cached: &Cached| cached.tokens.len() == self.page_positions as usize;
         let cached = self.pages.iter().filter(|page| page.cached.is_some()).count();
         hold(cached == self.cached.len(), "the index names all that is cached")?;
         for (number, page) in self.pages.iter().enumerate() {
             let Some(cached) = &page.cached else { continue };
             hold(self.cached.get(&cached.key) == Some(&(number as u32)), "a cached page is found by its key")?;
+            hold(is_full(cached) || page.holders == 0, "nobody holds a tail")?;
             let Some(before) = cached.before.map(|before| &self.pages[before as usize]) else { continue };
-            hold(before.cached.is_some() && before.holders >= page.holders, "who holds a page holds those before it")?;
+            hold(before.cached.as_ref().is_some_and(is_full), "a cached page follows a full one that is cached")?;
+            hold(before.holders >= page.holders, "who holds a page holds those before it")?;
             let later = before.holders > 0 || before.idle_since > page.idle_since;
             hold(later, "a page is given up before those that it follows")?;
         }

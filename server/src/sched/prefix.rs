@@ -1,5 +1,7 @@
 //! What several sequences begin with is computed once. Full pages of prompts and answers can be found by what they hold
 //! for as long as nobody else needs the memory; a sequence takes over those that hold the beginning of its own tokens.
+//! So can the tail of a sequence that left, the page that it did not fill: who goes on with all of its tokens, as the
+//! next turn of a conversation does, fills the rest of it.
 //!
 //! A page can be found once the plan that fills it is built: plans are applied in order, so whoever finds it reads it
 //! later. Sequences that come together wait for each other's pages rather than compute them twice.
@@ -8,7 +10,7 @@
 use std::collections::HashSet;
 
 use super::Scheduler;
-use super::pages::PagePool;
+use super::pages::{Content, PagePool};
 use super::sequence::{Running, Sequence, Turn};
 
 /// How many of those that wait are asked whether they are cached.
@@ -27,6 +29,49 @@ impl Running {
             self.prefilled += pool.page_positions();
             self.reused += pool.page_positions();
         }
+    }
+
+    /// Goes on in the tail of a sequence that left: of several that hold its next tokens, the longest. For a sequence
+    /// that enters its slot and has taken over the full pages.
+    pub(super) fn take_tail(&mut self, sequence: &Sequence, pool: &mut PagePool) {
+        debug_assert!(self.pages.len() == self.cached && self.is_at_border(pool), "what comes next has no page yet");
+        if self.cached == 0 {
+            return;
+        }
+        let most = (self.prefill_end - 1 - self.prefilled).min(pool.page_positions() - 1);
+        let keys = sequence.tail_keys(self.cached, most as usize, pool.page_positions()).into_iter().enumerate();
+        for (index, key) in keys.rev().filter(|&(_, key)| pool.may_hold(key)).collect::<Vec<_>>() {
+            if let Some(page) = pool.take_tail(&self.tail(sequence, index + 1, key, pool)) {
+                self.pages.push(page);
+                self.prefilled += index as u32 + 1;
+                self.reused += index as u32 + 1;
+                return;
+            }
+        }
+    }
+
+    /// Lets others find what it has computed in its last page, which it is about to let go. Of a sequence that has filled
+    /// no page that is not worth a page: short prompts would drive out what is cached of long ones.
+    pub(super) fn keep_tail(&self, sequence: &Sequence, pool: &mut PagePool) {
+        if self.cached == 0 {
+            return;
+        }
+        let len = (self.computed() - self.cached as u64 * u64::from(pool.page_positions())) as usize;
+        #[cfg(test)]
+        let known = sequence.len() as usize - self.cached * pool.page_positions() as usize;
+        #[cfg(test)]
+        let len = (len + usize::from(len > 0 && SABOTAGE.get() == Sabotage::LongTail)).min(known);
+        if (1..pool.page_positions() as usize).contains(&len)
+            && let Some(&key) = sequence.tail_keys(self.cached, len, pool.page_positions()).last()
+        {
+            pool.keep_tail(self.pages[self.cached], self.tail(sequence, len, key, pool));
+        }
+    }
+
+    /// What its first page that others cannot find holds of the sequence once it is filled with `len` tokens.
+    fn tail<'a>(&self, sequence: &'a Sequence, len: usize, key: u64, pool: &PagePool) -> Content<'a> {
+        let before = self.cached.checked_sub(1).map(|last| self.pages[last]);
+        sequence.tail(key, before, self.cached, len, pool.page_positions())
     }
 
     /// Lets others find the pages that are full before any plan that is yet to be built. Where another sequence was
@@ -121,9 +166,9 @@ impl Scheduler {
         pages.into_iter().take_while(|&page| pool.is_held(page)).count() as u64
     }
 
-    /// The prompts that rows of the plan's first step may go to, first come first: number, slot and tokens left. Each
-    /// has taken over what plans before this one fill; one whose next page a sequence before it is about to fill is
-    /// left out.
+    /// The prompts that rows of the plan's first step may go to, first come first: number, slot and rows at most. Each
+    /// has taken over what plans before this one fill; one whose next page a sequence before it is about to fill has none
+    /// behind the border at which that begins.
     pub(super) fn prompts_to_compute(&mut self) -> Vec<(u64, u32, u32)> {
         let pool = self.pages.as_mut().expect("a sequence runs on pages of the pool");
         let (mut prompts, mut being_filled) = (Vec::with_capacity(self.prompts), HashSet::new());
@@ -144,8 +189,13 @@ impl Scheduler {
             let next = (running.prefilled / pool.page_positions()) as usize;
             let is_first = sequence.keys.get(next).is_none_or(|key| being_filled.insert(*key));
             let can_reuse = pool.pages_for(running.prefill_end.into()) > next as u64 + 1;
-            if is_first || !can_reuse || !running.is_at_border(pool) {
-                prompts.push((turn.id, slot, running.prompt_left()));
+            let rows = match is_first || !can_reuse {
+                true => running.prompt_left(),
+                // Up to the border from which it may take over what the other fills.
+                false => running.prefilled.next_multiple_of(pool.page_positions()) - running.prefilled,
+            };
+            if rows > 0 {
+                prompts.push((turn.id, slot, rows));
             }
         }
         prompts
@@ -161,6 +211,8 @@ pub(super) enum Sabotage {
     ForgetToken,
     /// Pages are found a position before they are full.
     PublishEarly,
+    /// Tails are said to hold a position more than they do.
+    LongTail,
 }
 
 #[cfg(test)]

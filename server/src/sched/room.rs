@@ -49,14 +49,15 @@ impl Scheduler {
     }
 
     fn preempt(&mut self, turn: Turn, plan: &Plan) {
-        let sequence = self.sequences.get_mut(&turn.id).expect("only a sequence that runs is preempted");
+        let mut sequence = self.sequences.remove(&turn.id).expect("only a sequence that runs is preempted");
         let Phase::Running { slot } = sequence.phase else { unreachable!("only a sequence that runs is preempted") };
         sequence.phase = Phase::Leaving { version: plan.version };
         self.preemptions += 1;
         self.running.remove(&turn);
         self.leaving.insert(turn);
         // Pages that it took for this plan are granted to nobody: that comes last.
-        self.release(slot);
+        self.release(slot, &sequence);
+        self.sequences.insert(turn.id, sequence);
     }
 
     /// Takes pages for the first step of the plan that is built; false if the pool ran out before. A sequence that was
@@ -153,6 +154,7 @@ impl Scheduler {
         sequence.phase = Phase::Running { slot };
         let mut running = Running::new(slot, sequence);
         running.reuse(sequence, pages);
+        running.take_tail(sequence, pages);
         let covered = running.grow(1, pages);
         debug_assert!(covered, "an admissible sequence finds its pages");
         self.slots[slot as usize] = Some(running);

@@ -23,8 +23,10 @@ pub(super) struct Sequence {
     pub(super) generated: Vec<u32>,
     /// The prompt's tokens from the second on with their log-probabilities, as far as they are wanted and known.
     pub(super) prompt_logprobs: Vec<GeneratedToken>,
-    /// Of each page that its tokens fill, as [`Content::key`]; none without a prefix cache, or where every row of the
-    /// prompt has to be computed for its log-probability.
+    /// Others may have what its pages hold, and it what theirs do: there is a prefix cache, and no row of the prompt
+    /// has to be computed for its log-probability.
+    pub(super) is_shareable: bool,
+    /// Of each page that its tokens fill, as [`Content::key`]; none if it is not shareable.
     pub(super) keys: Vec<u64>,
     /// Tokens of the prompt that were not computed before the first token came: cached pages held them.
     pub(super) cached_tokens: u32,
@@ -160,9 +162,10 @@ impl Running {
 
 impl Sequence {
     /// The request is valid, as the seam promises: a prompt, and at least one token to generate.
-    pub(super) fn new(request: SequenceRequest, claim: Option<Claim>) -> Self {
+    pub(super) fn new(request: SequenceRequest, claim: Option<Claim>, prefix_cache: bool) -> Self {
         assert!(!request.prompt.is_empty() && request.max_tokens > 0, "the front end lets only valid requests pass");
         Self {
+            is_shareable: prefix_cache && request.prompt_logprobs.is_none(),
             request,
             ticket: if claim.is_some() { FRESH } else { 0 },
             claim,
@@ -204,18 +207,48 @@ impl Sequence {
 
     /// Keys of the pages that its tokens fill by now.
     pub(super) fn extend_keys(&mut self, page_positions: u32) {
-        if self.request.prompt_logprobs.is_some() {
-            return;
-        }
-        while (self.keys.len() as u64 + 1) * u64::from(page_positions) <= self.len() {
-            let mut hasher = DefaultHasher::new();
-            match self.keys.last() {
-                Some(before) => before.hash(&mut hasher),
-                None => self.request.cache_salt.hash(&mut hasher),
-            }
+        while self.is_shareable && (self.keys.len() as u64 + 1) * u64::from(page_positions) <= self.len() {
+            let mut hasher = self.hasher(self.keys.len());
             self.page_tokens(self.keys.len(), page_positions).hash(&mut hasher);
             self.keys.push(hasher.finish());
         }
+    }
+
+    /// Of the salt and of all tokens before its page number `index`.
+    fn hasher(&self, index: usize) -> DefaultHasher {
+        let mut hasher = DefaultHasher::new();
+        match index.checked_sub(1) {
+            Some(before) => self.keys[before].hash(&mut hasher),
+            None => self.request.cache_salt.hash(&mut hasher),
+        }
+        hasher
+    }
+
+    /// Keys of its page number `index` filled with one token, two, and so on up to `most`, which are known; none if it
+    /// is not shareable.
+    pub(super) fn tail_keys(&self, index: usize, most: usize, page_positions: u32) -> Vec<u64> {
+        if !self.is_shareable {
+            return Vec::new();
+        }
+        let mut hasher = self.hasher(index);
+        let next = |token: &u32| {
+            token.hash(&mut hasher);
+            hasher.finish()
+        };
+        self.tokens(index * page_positions as usize, most).iter().map(next).collect()
+    }
+
+    /// What that page holds once it is filled with `len` tokens, whose key is `key`, behind the cached page `before`.
+    pub(super) fn tail(
+        &self,
+        key: u64,
+        before: Option<u32>,
+        index: usize,
+        len: usize,
+        page_positions: u32,
+    ) -> Content<'_> {
+        let tokens = self.tokens(index * page_positions as usize, len);
+        Content { key, before, salt: &self.request.cache_salt, tokens }
     }
 
     /// What its page number `index` holds once it is full, behind the cached page `before`; `None` if its tokens do not
@@ -226,13 +259,17 @@ impl Sequence {
     }
 
     fn page_tokens(&self, index: usize, page_positions: u32) -> Cow<'_, [u32]> {
-        let (begin, prompt) = (index * page_positions as usize, &self.request.prompt);
-        let end = begin + page_positions as usize;
+        let (begin, len) = (index * page_positions as usize, page_positions as usize);
         #[cfg(test)]
         if SABOTAGE.get() == Sabotage::ForgetToken {
-            let known = prompt.iter().chain(&self.generated).copied();
-            return known.skip(begin).take(page_positions as usize - 1).chain([0]).collect();
+            return self.tokens(begin, len - 1).iter().copied().chain([0]).collect();
         }
+        self.tokens(begin, len)
+    }
+
+    /// `len` of its tokens from number `begin` on, which are known.
+    fn tokens(&self, begin: usize, len: usize) -> Cow<'_, [u32]> {
+        let (end, prompt) = (begin + len, &self.request.prompt);
         if end <= prompt.len() {
             prompt[begin..end].into()
         } else if begin >= prompt.len() {

@@ -175,7 +175,7 @@ impl Scheduler {
         };
         let id = self.next_sequence;
         self.next_sequence += 1;
-        let sequence = Sequence::new(request, None);
+        let sequence = Sequence::new(request, None, self.limits.prefix_cache);
         self.queue.insert(sequence.turn(id));
         self.sequences.insert(id, sequence);
         self.trials.self_test = Some(id);

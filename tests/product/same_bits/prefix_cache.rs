@@ -21,15 +21,18 @@ fn tokens(seed: u64, count: u64) -> Vec<u32> {
     (0..count).map(|i| 8 + (mix(seed << 20 ^ i) % 700) as u32).collect()
 }
 
-/// Request `number` of a storm: it begins as others do, for so many of 260 tokens, and its answer shows every bit.
+/// Request `number` of a storm: it begins as others do, for so many of 260 tokens, and goes on as some of these do for
+/// so many of 60. Its answer shows every bit.
 fn request(number: u64) -> Value {
     let chance = |of: u64, bound: u64| mix(number * 16 + of) % bound;
     let mut prompt = tokens(chance(0, 2), 260);
-    prompt.truncate(chance(1, 261) as usize);
+    prompt.truncate(20 * chance(1, 14) as usize);
     prompt.extend(tokens(100 + chance(2, 3), 1 + chance(3, 60)));
+    // Behind the prompt of one of three nothing is computed that another would have to go on with.
+    let max_tokens = if chance(8, 3) == 0 { 1 } else { 1 + chance(4, 90) };
     let mut request = json!({
-        "prompt": prompt, "max_tokens": 1 + chance(4, 90), "seed": chance(5, 3), "temperature": chance(6, 2),
-        "logprobs": 2, "ignore_eos": true,
+        "prompt": prompt, "max_tokens": max_tokens, "seed": chance(5, 3), "temperature": chance(6, 2), "logprobs": 2,
+        "ignore_eos": true,
     });
     match chance(7, 6) {
         0 => request["repetition_penalty"] = json!(1.2),
@@ -84,7 +87,7 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
     for (tp, pages, dies) in runs.into_iter().filter(|(tp, ..)| *tp <= most_ranks) {
         let ranks = tp.to_string();
         let server = Server::start(&["--model", model, "--tp", &ranks, "--kv-pages", pages, "--max-slots", "6"]).await;
-        let (mut under_way, mut cached, mut prompts) = (FuturesUnordered::new(), 0, 0);
+        let (mut under_way, mut cached, mut prompts, mut tails) = (FuturesUnordered::new(), 0, 0, 0);
         let mut next = 0;
         while next < requests || !under_way.is_empty() {
             while next < requests && under_way.len() < 8 {
@@ -100,12 +103,15 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
             let Some((number, (choices, of_prompt))) = under_way.next().await else { break };
             assert_eq!(choices, expected[number as usize].0, "tp {tp}, {pages} pages: request {number}");
             cached += of_prompt;
+            tails += u64::from(!of_prompt.is_multiple_of(64));
             prompts += request(number)["prompt"].as_array().unwrap().len() as u64;
             if dies && number > 0 && number.is_multiple_of(between_deaths) {
                 signal(*server.workers().last().expect("a worker"), Signal::KILL);
             }
         }
         assert!(cached * 6 > prompts, "tp {tp}, {pages} pages: only {cached} of {prompts} tokens were cached");
+        // In a small cache the pages are taken before anybody goes on.
+        assert!(tp > 1 || tails > requests / 100, "{tails} began in the middle of a page");
         let hits = counted(&server, "vllm:prefix_cache_hits_total").await;
         let queries = counted(&server, "vllm:prefix_cache_queries_total").await;
         assert!(hits >= cached && queries >= prompts && queries > hits, "{hits} of {queries}");
@@ -141,6 +147,27 @@ async fn a_stream_says_what_was_cached() {
         assert_eq!(usage["prompt_tokens_details"], json!({"cached_tokens": cached}), "{salt:?}");
         assert_eq!(usage["prompt_tokens"], 200);
     }
+}
+
+/// What the last page holds that a sequence did not fill is not computed again by who goes on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_goes_on_in_the_middle_of_a_page() {
+    let model = fixture("llama-gqa");
+    let model = model.to_str().expect("the path is UTF-8");
+    let mut answers = Vec::new();
+    for options in [&[][..], &["--prefix-cache", "off"]] {
+        let server = Server::start(&[&["--model", model, "--tp", "2"], options].concat()).await;
+        let mut cached = Vec::new();
+        for len in [30, 100, 101, 228, 229, 129] {
+            let request = json!({"prompt": tokens(1, len), "max_tokens": 1, "temperature": 0, "logprobs": 3});
+            let (choices, of_prompt) = answer(&server, &request).await;
+            answers.push(choices);
+            cached.push(of_prompt);
+        }
+        let expected = if options.is_empty() { [0, 0, 100, 101, 228, 128] } else { [0; 6] };
+        assert_eq!(cached, expected);
+    }
+    assert_eq!(answers[..6], answers[6..]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

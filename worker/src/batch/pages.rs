@@ -31,8 +31,13 @@ impl Pages {
         self.holders[page as usize] > 1
     }
 
+    /// Positions of a page that were written, from its first on.
+    pub(super) fn filled(&self, page: u32) -> usize {
+        self.filled[page as usize] as usize
+    }
+
     pub(super) fn is_full(&self, page: u32) -> bool {
-        self.filled[page as usize] == PAGE_POSITIONS as u32
+        self.filled(page) == PAGE_POSITIONS
     }
 
     /// A page was written up to `end` positions.

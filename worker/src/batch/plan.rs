@@ -110,8 +110,8 @@ pub struct PageGrant {
 pub struct PrefillChunk {
     /// The slot.
     pub slot: u32,
-    /// First position: where the chunk before ended, or, both at borders of pages, one behind it. The pages between are
-    /// full already, of the same tokens.
+    /// First position: where the chunk before ended, or, if that is at the border of a page, any behind it. What lies
+    /// between is in its pages already, of the same tokens.
     pub start: u32,
     /// Positions, at least 1.
     pub len: u32,

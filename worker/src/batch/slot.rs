@@ -303,8 +303,7 @@ impl Slot {
         if len == 0 {
             return Err("it is empty".into());
         }
-        let at_borders = start.is_multiple_of(PAGE_POSITIONS) && self.computed.is_multiple_of(PAGE_POSITIONS);
-        if start != self.computed && (start < self.computed || !at_borders) {
+        if start != self.computed && (start < self.computed || !self.computed.is_multiple_of(PAGE_POSITIONS)) {
             return Err(format!("{} positions have been computed", self.computed));
         }
         if end > self.admitted_tokens {
@@ -313,9 +312,13 @@ impl Slot {
         if KvLayout::pages_for(end) > self.pages.len() {
             return Err(format!("the slot has {} pages of {PAGE_POSITIONS} positions", self.pages.len()));
         }
-        let skipped = &self.pages[self.computed / PAGE_POSITIONS..start / PAGE_POSITIONS];
-        if let Some(page) = skipped.iter().find(|&&page| !pages.is_full(page)) {
-            return Err(format!("page {page}, which it skips, is not full"));
+        let skipped = if start > self.computed { self.computed..start } else { 0..0 };
+        for index in skipped.start / PAGE_POSITIONS..KvLayout::pages_for(skipped.end) {
+            let (page, needed) = (self.pages[index], (start - index * PAGE_POSITIONS).min(PAGE_POSITIONS));
+            let filled = pages.filled(page);
+            if filled < needed {
+                return Err(format!("it skips {needed} positions of page {page}, of which {filled} were filled"));
+            }
         }
         self.computed = start;
         self.chunk = len;

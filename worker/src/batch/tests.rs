@@ -234,6 +234,36 @@ fn sequences_that_begin_alike_share_full_pages() {
     assert_eq!(batch.slot(3).pages(), [3, 7, 6]);
 }
 
+/// The page that a sequence did not fill, and how far it has.
+#[test]
+fn a_sequence_goes_on_in_the_last_page_of_one_that_left() {
+    let mut batch = Batch::new(LIMITS);
+    let prompt: Vec<u32> = (0..20).collect();
+    let plan = |version, start, len, release| Plan {
+        version,
+        steps: 1,
+        release,
+        admit: vec![admit(1, &prompt[..(start + len) as usize], 50)],
+        grants: vec![PageGrant { slot: 1, first: 0, pages: vec![3] }],
+        prefill: vec![PrefillChunk { slot: 1, start, len }],
+        ..Plan::default()
+    };
+    batch.apply(&plan(1, 0, 10, vec![])).unwrap();
+    batch.complete(&sampled(&[10]));
+    let mut too_far = Batch::new(LIMITS);
+    too_far.apply(&plan(1, 0, 10, vec![])).unwrap();
+    too_far.complete(&sampled(&[10]));
+    let refused = too_far.apply(&plan(2, 11, 4, vec![1])).unwrap_err().to_string();
+    assert!(refused.ends_with("it skips 11 positions of page 3, of which 10 were filled"), "{refused}");
+    batch.apply(&plan(2, 10, 5, vec![1])).unwrap();
+    assert_eq!(batch.step().rows.iter().map(|row| row.position).collect::<Vec<_>>(), [10, 11, 12, 13, 14]);
+    batch.complete(&sampled(&[15]));
+    // The last row of a prompt is filled even if no token may follow it.
+    batch.apply(&plan(3, 15, 4, vec![1])).unwrap();
+    assert_eq!(batch.complete(&sampled(&[Sampled::NOTHING])), [Verdict::Nothing]);
+    batch.apply(&plan(4, 19, 1, vec![1])).unwrap();
+}
+
 /// The next token of a text that repeats itself, but for a token now and then.
 fn next(tokens: &[u32]) -> u32 {
     let skips = u32::from(tokens.len().is_multiple_of(41));
@@ -356,12 +386,12 @@ fn every_broken_rule_is_named() {
             p.grants = vec![PageGrant { slot: 2, first: 0, pages: vec![3] }];
             (p.prefill, p.decode) = (vec![PrefillChunk { slot: 2, start: 0, len: 1 }], vec![]);
         }),
-        ("slot 2, chunk of 1 from position 64: page 3, which it skips, is not full", |p| {
+        ("slot 2, chunk of 1 from position 64: it skips 64 positions of page 3, of which 3 were filled", |p| {
             p.admit = vec![admit(2, &[1; 65], 1)];
             p.grants = vec![PageGrant { slot: 2, first: 0, pages: vec![3, 4] }];
             p.prefill = vec![PrefillChunk { slot: 2, start: 64, len: 1 }];
         }),
-        ("slot 2, chunk of 1 from position 63: 0 positions have been computed", |p| {
+        ("slot 2, chunk of 1 from position 63: it skips 63 positions of page 4, of which 0 were filled", |p| {
             p.admit = vec![admit(2, &[1; 65], 1)];
             p.grants = vec![PageGrant { slot: 2, first: 0, pages: vec![4, 5] }];
             p.prefill = vec![PrefillChunk { slot: 2, start: 63, len: 1 }];

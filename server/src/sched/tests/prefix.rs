@@ -42,6 +42,12 @@ fn a_key_that_forgets_a_token_is_noticed() {
 }
 
 #[test]
+#[should_panic(expected = "every earlier position was computed")]
+fn a_tail_that_is_said_to_be_longer_is_noticed() {
+    sabotaged(Sabotage::LongTail);
+}
+
+#[test]
 #[should_panic]
 fn a_page_that_is_found_before_it_is_full_is_noticed() {
     sabotaged(Sabotage::PublishEarly);
@@ -113,11 +119,11 @@ fn a_conversation_is_computed_once() {
     let first = request(1, 10, 8, vec![]);
     group.submit(&first);
     assert_eq!(group.finish(), [(1, 0)]);
-    // 17 of 18 tokens were computed: the last one sampled was not. The first 16 fill pages.
+    // 17 of 18 tokens were computed: the last one sampled was not. The first 16 fill pages, one is in the tail.
     let second = after(&first, &[3, 4, 5]);
     group.submit(&second);
-    assert_eq!(chunks(&group.plan()), [(16, 5)]);
-    assert_eq!(group.finish(), [(2, 16)]);
+    assert_eq!(chunks(&group.plan()), [(17, 4)]);
+    assert_eq!(group.finish(), [(2, 17)]);
     group.submit(&second);
     assert_eq!(chunks(&group.plan()), [(20, 1)], "at least the last token is computed");
     // A whole number of pages: so is the last of them.
@@ -142,6 +148,82 @@ fn a_conversation_is_computed_once() {
 }
 
 #[test]
+fn who_goes_on_with_a_tail_takes_it() {
+    let mut group = Group::new(40, true);
+    let first = request(1, 10, 10, vec![]);
+    group.submit(&first);
+    group.finish();
+    // 19 tokens were computed, 16 of which fill pages.
+    let load = group.scheduler.load();
+    assert_eq!((load.kv_pages_used, load.kv_pages_cached), (0, 5));
+    let second = after(&first, &[3, 4]);
+    for other in [&second.prompt[..18], &[&second.prompt[..17], &[1, 2, 3][..]].concat()] {
+        group.submit(&SequenceRequest { prompt: other.to_vec(), max_tokens: 1, ..first.clone() });
+        let [(16, _)] = chunks(&group.plan())[..] else { panic!("the tail has more, or other tokens") };
+        group.finish();
+    }
+    let salted = SequenceRequest { cache_salt: "s".into(), ..second.clone() };
+    for (request, start) in [(&salted, 0), (&second, 19), (&second, 20)] {
+        group.submit(request);
+        assert_eq!(chunks(&group.plan())[0].0, start);
+        group.finish();
+    }
+    // Of two that go on the same way one has it, and the other waits for the page that the first fills.
+    let third = after(&second, &[7, 8, 9, 10, 11]);
+    group.submit(&third);
+    group.submit(&third);
+    let computed = second.prompt.len() as u32 + 9;
+    assert_eq!(chunks(&group.plan()), [(computed, third.prompt.len() as u32 - computed)]);
+    group.finish();
+    // Of a sequence whose prompt is given up in the middle.
+    let long = request(9, 90, 1, vec![]);
+    let part = |len: usize| SequenceRequest { prompt: long.prompt[..len].to_vec(), ..long.clone() };
+    group.submit(&part(7));
+    group.finish();
+    group.submit(&long);
+    assert_eq!(chunks(&group.plan()), [(7, 32)]);
+    group.step();
+    group.scheduler.apply(Event::Cancel { sequence: 10 }, &mut Vec::new());
+    group.submit(&part(41));
+    assert_eq!(chunks(&group.plan()), [(39, 2)]);
+    group.finish();
+}
+
+#[test]
+fn the_longest_tail_is_taken_and_none_is_kept_of_a_prompt_without_a_page() {
+    let mut group = Group::new(12, true);
+    let cached = |group: &Group| group.scheduler.load().kv_pages_cached;
+    // Lengths of prompts that begin alike, where their chunks begin, and pages that are cached then.
+    for (len, start, pages) in [(3, 0, 0), (7, 0, 2), (5, 4, 3), (8, 7, 3), (6, 5, 3), (7, 6, 3)] {
+        group.submit(&request(1, len, 1, vec![]));
+        assert_eq!(chunks(&group.plan()), [(start, len - start)], "{len} tokens");
+        group.finish();
+        assert_eq!(cached(&group), pages, "{len} tokens");
+    }
+    // All pages are needed.
+    group.submit(&request(2, 48, 1, vec![]));
+    group.finish();
+    group.submit(&request(1, 7, 1, vec![]));
+    assert_eq!(chunks(&group.plan()), [(0, 7)]);
+}
+
+#[test]
+fn two_that_take_tails_of_one_page_compute_the_rest_once() {
+    let mut group = Group::new(40, true);
+    for len in [7, 5] {
+        group.submit(&request(1, len, 1, vec![]));
+        group.finish();
+    }
+    let long = request(1, 40, 2, vec![]);
+    group.submit(&long);
+    group.submit(&long);
+    assert_eq!(chunks(&group.plan()), [(7, 29), (5, 3)], "up to the end of its page");
+    group.step();
+    assert_eq!(chunks(&group.plan()), [(36, 4), (36, 4)], "it took over those of the first but for the last");
+    assert_eq!(group.finish(), [(3, 7), (4, 5 + 4 * 7)]);
+}
+
+#[test]
 fn sequences_that_come_together_compute_their_beginning_once() {
     let mut group = Group::new(100, true);
     let first = request(1, 50, 4, vec![]);
@@ -158,8 +240,8 @@ fn sequences_that_come_together_compute_their_beginning_once() {
     let load = group.scheduler.load();
     assert_eq!(
         (load.kv_pages_used, load.kv_pages_cached),
-        (0, 13 + 1 - 1),
-        "13 pages of the first and second, none twice"
+        (0, 13 + 1 + 1),
+        "13 pages of the first and second, and what is over of them, none twice; what is over of the third"
     );
 }
 

@@ -50,8 +50,8 @@ impl Running {
         }
     }
 
-    /// Lets others find what it has computed in its last page, which it is about to let go. Of a sequence that has filled
-    /// no page that is not worth a page: short prompts would drive out what is cached of long ones.
+    /// Lets others find what it has computed in its last page, which it is about to let go. Of a sequence that has
+    /// filled no page that is not worth one: short prompts would drive out what is cached of long ones.
     pub(super) fn keep_tail(&self, sequence: &Sequence, pool: &mut PagePool) {
         if self.cached == 0 {
             return;
@@ -167,8 +167,8 @@ impl Scheduler {
     }
 
     /// The prompts that rows of the plan's first step may go to, first come first: number, slot and rows at most. Each
-    /// has taken over what plans before this one fill; one whose next page a sequence before it is about to fill has none
-    /// behind the border at which that begins.
+    /// has taken over what plans before this one fill; one whose page a sequence before it is about to fill has rows up
+    /// to the border from which it takes over what is filled, and none at the border.
     pub(super) fn prompts_to_compute(&mut self) -> Vec<(u64, u32, u32)> {
         let pool = self.pages.as_mut().expect("a sequence runs on pages of the pool");
         let (mut prompts, mut being_filled) = (Vec::with_capacity(self.prompts), HashSet::new());

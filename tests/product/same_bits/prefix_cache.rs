@@ -87,7 +87,7 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
     for (tp, pages, dies) in runs.into_iter().filter(|(tp, ..)| *tp <= most_ranks) {
         let ranks = tp.to_string();
         let server = Server::start(&["--model", model, "--tp", &ranks, "--kv-pages", pages, "--max-slots", "6"]).await;
-        let (mut under_way, mut cached, mut prompts, mut tails) = (FuturesUnordered::new(), 0, 0, 0);
+        let (mut under_way, mut cached, mut prompts) = (FuturesUnordered::new(), 0, 0);
         let mut next = 0;
         while next < requests || !under_way.is_empty() {
             while next < requests && under_way.len() < 8 {
@@ -103,15 +103,12 @@ async fn a_storm_of_requests_that_begin_alike_gets_the_bits_of_no_cache() {
             let Some((number, (choices, of_prompt))) = under_way.next().await else { break };
             assert_eq!(choices, expected[number as usize].0, "tp {tp}, {pages} pages: request {number}");
             cached += of_prompt;
-            tails += u64::from(!of_prompt.is_multiple_of(64));
             prompts += request(number)["prompt"].as_array().unwrap().len() as u64;
             if dies && number > 0 && number.is_multiple_of(between_deaths) {
                 signal(*server.workers().last().expect("a worker"), Signal::KILL);
             }
         }
         assert!(cached * 6 > prompts, "tp {tp}, {pages} pages: only {cached} of {prompts} tokens were cached");
-        // In a small cache the pages are taken before anybody goes on.
-        assert!(tp > 1 || tails > requests / 100, "{tails} began in the middle of a page");
         let hits = counted(&server, "vllm:prefix_cache_hits_total").await;
         let queries = counted(&server, "vllm:prefix_cache_queries_total").await;
         assert!(hits >= cached && queries >= prompts && queries > hits, "{hits} of {queries}");

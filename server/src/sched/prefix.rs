@@ -40,8 +40,10 @@ impl Running {
         }
         let most = (self.prefill_end - 1 - self.prefilled).min(pool.page_positions() - 1);
         let keys = sequence.tail_keys(self.cached, most as usize, pool.page_positions()).into_iter().enumerate();
-        for (index, key) in keys.rev().filter(|&(_, key)| pool.may_hold(key)).collect::<Vec<_>>() {
-            if let Some(page) = pool.take_tail(&self.tail(sequence, index + 1, key, pool)) {
+        for (index, key) in keys.rev() {
+            if pool.may_hold(key)
+                && let Some(page) = pool.take_tail(&self.tail(sequence, index + 1, key, pool))
+            {
                 self.pages.push(page);
                 self.prefilled += index as u32 + 1;
                 self.reused += index as u32 + 1;
@@ -71,7 +73,8 @@ impl Running {
     /// What its first page that others cannot find holds of the sequence once it is filled with `len` tokens.
     fn tail<'a>(&self, sequence: &'a Sequence, len: usize, key: u64, pool: &PagePool) -> Content<'a> {
         let before = self.cached.checked_sub(1).map(|last| self.pages[last]);
-        sequence.tail(key, before, self.cached, len, pool.page_positions())
+        let tokens = sequence.tokens(self.cached * pool.page_positions() as usize, len);
+        Content { key, before, salt: &sequence.request.cache_salt, tokens }
     }
 
     /// Lets others find the pages that are full before any plan that is yet to be built. Where another sequence was

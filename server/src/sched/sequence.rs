@@ -238,19 +238,6 @@ impl Sequence {
         self.tokens(index * page_positions as usize, most).iter().map(next).collect()
     }
 
-    /// What that page holds once it is filled with `len` tokens, whose key is `key`, behind the cached page `before`.
-    pub(super) fn tail(
-        &self,
-        key: u64,
-        before: Option<u32>,
-        index: usize,
-        len: usize,
-        page_positions: u32,
-    ) -> Content<'_> {
-        let tokens = self.tokens(index * page_positions as usize, len);
-        Content { key, before, salt: &self.request.cache_salt, tokens }
-    }
-
     /// What its page number `index` holds once it is full, behind the cached page `before`; `None` if its tokens do not
     /// fill it yet.
     pub(super) fn content(&self, index: usize, before: Option<u32>, page_positions: u32) -> Option<Content<'_>> {
@@ -268,7 +255,7 @@ impl Sequence {
     }
 
     /// `len` of its tokens from number `begin` on, which are known.
-    fn tokens(&self, begin: usize, len: usize) -> Cow<'_, [u32]> {
+    pub(super) fn tokens(&self, begin: usize, len: usize) -> Cow<'_, [u32]> {
         let (end, prompt) = (begin + len, &self.request.prompt);
         if end <= prompt.len() {
             prompt[begin..end].into()

@@ -312,9 +312,8 @@ impl Slot {
         if KvLayout::pages_for(end) > self.pages.len() {
             return Err(format!("the slot has {} pages of {PAGE_POSITIONS} positions", self.pages.len()));
         }
-        let skipped = if start > self.computed { self.computed..start } else { 0..0 };
-        for index in skipped.start / PAGE_POSITIONS..KvLayout::pages_for(skipped.end) {
-            let (page, needed) = (self.pages[index], (start - index * PAGE_POSITIONS).min(PAGE_POSITIONS));
+        for begin in (self.computed..start).step_by(PAGE_POSITIONS) {
+            let (page, needed) = (self.pages[begin / PAGE_POSITIONS], (start - begin).min(PAGE_POSITIONS));
             let filled = pages.filled(page);
             if filled < needed {
                 return Err(format!("it skips {needed} positions of page {page}, of which {filled} were filled"));

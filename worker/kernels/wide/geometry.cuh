@@ -71,20 +71,25 @@ LP_DEVICE int hidden_tiles() { return O::first_tile(block_index() + 1) - O::firs
 
 // ---- stages and slots ----
 
-constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 ? 5 : 4;
+/// A slot of activations takes the warp that fetches it a quarter of a microsecond, whatever its size. Where the
+/// weights that go with 8 k16 steps of a pair's tiles of o and down stream sooner, because the tiles or their bits are
+/// few, slots have 16 and take the room of a stage.
+constexpr bool kLargeSlots = kColumns == 32 && most_tiles<O>(2) * O::fragment < 4 * 512;
+constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 && !kLargeSlots ? 5 : 4;
 /// Stages in flight. Must not exceed the ring.
 constexpr u32 kInFlight = 3;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
 constexpr u32 kStepBytes = kColumns * 32;
-constexpr u32 kInputSlots = kColumns == 32 ? 5 : 4, kInputSteps = 8;  // k16 steps of a slot
+constexpr u32 kInputSlots = kStages, kInputSteps = kLargeSlots ? 16 : 8;  // k16 steps of a slot
+constexpr int kWaySteps = 8;  // of a slot that a warp uses at most: it has registers for as many fragments
 LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
   return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
 }
 
 LP_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
 /// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
-/// where the weights of a slot are streamed sooner than that, and of several ranks, it has two.
-constexpr int group_slots(int slot_bytes) { return kRanks > 1 || slot_bytes < 16384 ? 2 : 1; }
+/// where the weights of a slot are streamed sooner than that, and of several ranks, whose slots are small, it has two.
+constexpr int group_slots(int slot_bytes) { return (kRanks > 1 ? !kLargeSlots : slot_bytes < 16384) ? 2 : 1; }
 /// Steps of the parts of a leaf, whole runs, at most `most` each, all but the last of equally many.
 constexpr int part_steps(int most, int leaf_steps, int run_steps = 1) {
   const int most_runs = most / run_steps, runs = leaf_steps / run_steps, parts = (runs + most_runs - 1) / most_runs;
@@ -138,7 +143,8 @@ template <class PRODUCT> struct Cut {
   static constexpr bool chained = halves && block_leaves < P::group;
   static_assert(!chained || 2 * block_leaves == P::group, "a pair has a group");
   // Of each way: k16 steps of a slot, of a stage, and of products that are under way together.
-  static constexpr int input_steps = part_steps((int)kInputSteps / ways, P::leaf_steps, P::run_steps);
+  static constexpr int input_steps =
+      part_steps(min_of((int)kInputSteps / ways, kWaySteps), P::leaf_steps, P::run_steps);
   static constexpr int stage_slots =
       stage_parts((int)kStageBytes / (ways * tiles * P::run) * P::run_steps, input_steps, P::leaf_steps);
   static constexpr int steps = stage_slots * input_steps, runs = steps / P::run_steps;
@@ -202,9 +208,9 @@ template <class PRODUCT, bool THIN = false> struct Own {
   // columns in a warp there are registers for five steps, of those that are loaded ahead for ahead_steps. THIN: a stage
   // has whole slots; ahead: both have whole groups; else a slot has whole stages.
   static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::run) * P::run_steps;
-  static constexpr int most_registers = ahead ? ahead_steps<P>() : split_columns ? (int)kInputSteps : 5,
-                       most_steps = min_of(min_of(room, most_registers), (int)kInputSteps);
-  static constexpr int part = part_steps(THIN ? (int)kInputSteps : most_steps, P::leaf_steps, P::run_steps);
+  static constexpr int most_registers = ahead ? ahead_steps<P>() : split_columns ? kWaySteps : 5,
+                       most_steps = min_of(min_of(room, most_registers), kWaySteps);
+  static constexpr int part = part_steps(THIN ? kWaySteps : most_steps, P::leaf_steps, P::run_steps);
   static constexpr int parts = THIN ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
   static constexpr int input_steps = THIN ? part : parts * part,
                        steps = THIN    ? parts * part

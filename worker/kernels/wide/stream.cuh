@@ -132,9 +132,7 @@ struct Input {
       const int leaf = C::first_leaf() + n;
       for (int way = 0; way < C::ways; way++)
         await(counters, count, (leaf + way * C::leaves) * count / C::P::leaves, target, site);
-#pragma unroll 1
-      for (int k = 0; k < LEAF; k += C::input_steps)
-        copy<C>(vector + (u64)((leaf + (int)lane() * C::leaves) * LEAF + k) * kStepBytes, LEAF - k, C::ways);
+      copy_leaf<C, C::ways>(vector + (u64)((leaf + (int)lane() % C::ways * C::leaves) * LEAF) * kStepBytes);
     }
   }
   /// Input of the block's own tiles: all of it, once a pass.
@@ -145,9 +143,7 @@ struct Input {
 #pragma unroll 1
       for (int leaf = 0; leaf < P::leaves; leaf++) {
         await(counters, P::leaves, leaf, target, site);
-#pragma unroll 1
-        for (int k = 0; k < P::leaf_steps; k += C::input_steps)
-          copy<C>(vector + (u64)(leaf * P::leaf_steps + k) * kStepBytes, P::leaf_steps - k, 1);
+        copy_leaf<C, 1>(vector + (u64)(leaf * P::leaf_steps) * kStepBytes);
       }
   }
 
@@ -167,23 +163,33 @@ struct Input {
     fence_async_global();
     __syncwarp();
   }
-  /// Fills the next slot, in as many copies as there are ways, each from its lane's offset in the words. left: k16
-  /// steps of the leaf.
-  template <class C> LP_DEVICE void copy(u64 from, int left, u32 ways) {
-    constexpr u32 WAY = C::input_steps * kStepBytes;
-    static_assert(C::input_steps <= (int)kInputSteps, "a slot has room for a part");
-    const u32 slot = filled % kInputSlots, full = shared + Shared::input_full + 8 * slot,
-              bytes = left < C::input_steps ? left * kStepBytes : WAY;
-    if (lane() == 0) {
-      wait_barrier(launch, shared + Shared::input_empty + 8 * slot, filled / kInputSlots & 1 ^ 1, kSiteInputEmpty);
-      mbarrier_expect(full, ways * bytes);
+  /// Fills the next slots with a leaf of each way, which lies where a lane of that way says, `from` bytes into the
+  /// words. A lane has a way of a slot, so that all slots that are empty are filled at a time; the last one perhaps in
+  /// part. (A way may see a slot empty before the other does: its bytes may land before they are expected.)
+  template <class C, u32 WAYS> LP_DEVICE void copy_leaf(u64 from) {
+    constexpr int LEAF = C::P::leaf_steps, STEPS = C::input_steps, PARTS = (LEAF + STEPS - 1) / STEPS;
+    static_assert((int)WAYS * STEPS <= (int)kInputSteps, "a slot has room for a part of each way");
+    const int place = lane() / WAYS;
+    const u32 way = lane() % WAYS;
+#pragma unroll 1
+    for (int first = 0; first < PARTS; first += kInputSlots) {
+      const int part = first + place, left = LEAF - part * STEPS;
+      const u32 number = filled + place, slot = number % kInputSlots, phase = number / kInputSlots & 1 ^ 1,
+                full = shared + Shared::input_full + 8 * slot, empty = shared + Shared::input_empty + 8 * slot,
+                bytes = (left < STEPS ? left : STEPS) * kStepBytes;
+      bool awaited = place < (int)kInputSlots && part < PARTS;
+      for (const long long begun = clock64(); any_lane(awaited);) {
+        const bool fills = awaited && mbarrier_test_wait(empty, phase);
+        if (fills && way == 0) mbarrier_expect(full, WAYS * bytes);
+        __syncwarp();
+        if (fills)
+          bulk_load(shared + Shared::input + slot * (kInputSteps * kStepBytes) + way * (STEPS * kStepBytes),
+                    launch.words + from + part * (STEPS * (int)kStepBytes), bytes, full, policy_evict_last());
+        awaited = awaited && !fills;
+        if (awaited && clock64() - begun > kWithinWaitLimit) wait_failed(launch, kSiteInputEmpty, phase, empty);
+      }
+      filled += PARTS - first < (int)kInputSlots ? PARTS - first : kInputSlots;
     }
-    __syncwarp();
-    if (lane() < ways)
-      bulk_load(shared + Shared::input + slot * (kInputSteps * kStepBytes) + lane() * WAY, launch.words + from, bytes,
-                full, policy_evict_last());
-    __syncwarp();
-    filled++;
   }
 };
 

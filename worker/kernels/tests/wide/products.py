@@ -18,6 +18,12 @@ SHAPES = {  # layers to stream, hidden, heads, KV heads, head_dim, intermediate
     "70b": (2, 8192, 64, 8, 128, 28672),
     "3b": (8, 3072, 24, 8, 128, 8192),
     "qwen2.5-7b": (8, 3584, 28, 4, 128, 18944),
+    "qwen3-0.6b": (8, 1024, 16, 8, 128, 3072),
+    "qwen3-1.7b": (8, 2048, 16, 8, 128, 6144),
+    "qwen3-4b": (8, 2560, 32, 8, 128, 9728),
+    "qwen2.5-1.5b": (8, 1536, 12, 2, 128, 8960),
+    "qwen2.5-3b": (8, 2048, 16, 2, 128, 11008),
+    "llama-1b": (8, 2048, 32, 8, 64, 8192),
 }
 BLOCKS = 128
 OPTIONS = ["--gpu-architecture=sm_90a", "-std=c++17", "--fmad=false", "--device-as-default-execution-space",

@@ -12,9 +12,6 @@ use crate::model::{ModelConfig, Tensor};
 /// A row's scale that nobody has asked for yet.
 const UNKNOWN: u32 = u32::MAX;
 
-/// 1.5 * 2^23: what is added to this and is far smaller leaves the nearest integer, ties to even.
-const INTEGERS: f32 = 12_582_912.0;
-
 /// Half of the steps between the smallest and the largest of 4 bits.
 const INT4_HALF: f32 = 7.5;
 
@@ -83,6 +80,14 @@ fn int4_scale(values: &[bf16]) -> f32 {
     if scale > 0.0 { scale } else { 1.0 }
 }
 
+/// The nearest of the 16 values of 4 bits, ties to even, of what is far smaller than 2^22; NaN stays so.
+fn nearest_int4(value: f32) -> f32 {
+    // From 1.5 * 2^23 on fp32 has integers alone, so the sum is rounded to one. `round_ties_even` would be a call for
+    // each value, as builds know no processor that has an instruction for it.
+    const INTEGERS: f32 = 12_582_912.0;
+    (value + INTEGERS - INTEGERS).clamp(-8.0, 7.0)
+}
+
 impl Source for Quantised<'_> {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
         let Some(scales) = self.quantises(tensor) else { return self.source.read(tensor, rows, columns, out) };
@@ -101,9 +106,7 @@ impl Source for Quantised<'_> {
             self.source.read(tensor, row..row + 1, whole.clone(), &mut values);
             for group in values.chunks_mut(group) {
                 let scale = int4_scale(group);
-                // `round_ties_even` is a call for each value on processors that the build does not know.
-                let nearest = |value: f32| (value / scale + INTEGERS - INTEGERS).clamp(-8.0, 7.0);
-                group.iter_mut().for_each(|value| *value = bf16::from_f32(nearest(value.to_f32())));
+                group.iter_mut().for_each(|value| *value = bf16::from_f32(nearest_int4(value.to_f32() / scale)));
             }
             out.copy_from_slice(&values[columns.start - whole.start..][..columns.len()]);
         }
@@ -192,6 +195,18 @@ pub(crate) mod tests {
             }
         }
         assert!(Tensor::Layer(0, LayerTensor::Down).is_streamed_in_layers() && !Tensor::LmHead.is_streamed_in_layers());
+    }
+
+    #[test]
+    fn the_nearest_of_4_bits_is_the_even_one_of_two() {
+        for step in -640..=640 {
+            let value = step as f32 / 64.0;
+            assert_eq!(nearest_int4(value), value.round_ties_even().clamp(-8.0, 7.0), "{value}");
+            for value in [value.next_up(), value.next_down()] {
+                assert_eq!(nearest_int4(value), value.round_ties_even().clamp(-8.0, 7.0), "{value}");
+            }
+        }
+        assert!(nearest_int4(f32::NAN).is_nan());
     }
 
     #[test]

@@ -232,7 +232,7 @@ struct Team {
       if (pass == 0) wait_norm(1, generation_of(step, layer));
 #pragma unroll
       for (int t = 0; t < GateUpOwn::warp_tiles; t++) {
-        const int tile = GateUpOwn::thin ? GateUpOwn::second() : t;  // of the unit
+        const int tile = GateUpOwn::single ? GateUpOwn::second() : t;  // of the unit
         if (any_lane(tile < width))
           write_activation(launch, shared, layer,
                            GateUpOwn::first_tile() + 2 * (pass * GateUpOwn::pass_units + unit) + tile,

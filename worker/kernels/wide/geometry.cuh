@@ -108,6 +108,13 @@ template <class P> constexpr int ahead_steps() {
   return REGISTERS / RUN * P::run_steps;
 }
 
+/// Leaves of a product that make equal bundles of at most so many steps, and so many at most.
+template <class P> constexpr int bundled(int most_steps, int most) {
+  for (int leaves = most; leaves > 1; leaves--)
+    if (P::leaves % leaves == 0 && leaves * P::leaf_steps <= most_steps) return leaves;
+  return 1;
+}
+
 /// Tiles next to each other in memory: first of them, among those of the stage, and how many (1 or 2; 0: none).
 struct Unit {
   int first, width;
@@ -137,6 +144,7 @@ template <class PRODUCT> struct Cut {
   static constexpr int ways = split == Split::kLeaves ? 2 : 1,
                        columns = split == Split::kColumns ? kColumns / 2 : kColumns;
   static constexpr int leaves = block_leaves / ways;                                             // of a warp
+  static constexpr int bundle = 1, span_steps = P::leaf_steps;                                   // as of Own
   /// Sums of a warp: one, or, of less than a group, each leaf, since one is added after the other to what lies before.
   static constexpr int parts = leaves < P::group ? leaves : 1;
   /// The blocks of the pair have the two halves of a group.
@@ -191,41 +199,47 @@ using QkvCut = Cut<Qkv>;
 using OCut = Cut<O>;
 using DownCut = Cut<Down>;
 
-/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, THIN, where there are
-/// so few that half of the warps would idle, a tile. Passes of some units, which read x once each.
-template <class PRODUCT, bool THIN = false> struct Own {
+/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, SINGLE, where there are
+/// no more of them than warps, a tile. Passes of some units, which read x once each.
+template <class PRODUCT, bool SINGLE = false> struct Own {
   using P = PRODUCT;
-  static constexpr bool thin = THIN;
-  static constexpr int warp_tiles = THIN ? 1 : 2;
+  static constexpr bool single = SINGLE;
+  static constexpr int warp_tiles = SINGLE ? 1 : 2;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
-  static constexpr int pass_units = part_steps(kConsumers, most_units);
-  static constexpr bool split_columns = pass_units <= 4;  // the warpgroups divide columns, else units
-  static_assert(!THIN || pass_units <= 2, "the tiles of a pass are a warpgroup's");
+  static constexpr int pass_units = part_steps(SINGLE ? kConsumers / 2 : kConsumers, most_units);
+  // The warpgroups divide columns where the units, or tiles, of a pass are no more than a warpgroup's warps, else these.
+  static constexpr bool split_columns = pass_units * 2 / warp_tiles <= kConsumers / 2;
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   /// Weights of few bits, both tiles in a warp: fragments are loaded ahead (product.cuh).
-  static constexpr bool ahead = P::format != Format::kBf16 && !THIN;
-  // k16 steps of a slot, of a stage, and of products that are under way together. Of products with both tiles and all
-  // columns in a warp there are registers for five steps, of those that are loaded ahead for ahead_steps. THIN: a stage
-  // has whole slots; ahead: both have whole groups; else a slot has whole stages.
+  static constexpr bool ahead = P::format != Format::kBf16 && !SINGLE;
+  // k16 steps that a stage has room for. Of products with both tiles and all columns in a warp there are registers for
+  // six steps of 64 columns, of those that are loaded ahead for ahead_steps.
   static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::run) * P::run_steps;
-  static constexpr int most_registers = ahead ? ahead_steps<P>() : split_columns ? kWaySteps : 5,
+  static constexpr int most_registers = ahead ? ahead_steps<P>() : columns == 64 ? 6 : kWaySteps,
                        most_steps = min_of(min_of(room, most_registers), kWaySteps);
-  static constexpr int part = part_steps(THIN ? kWaySteps : most_steps, P::leaf_steps, P::run_steps);
-  static constexpr int parts = THIN ? stage_parts(room, part, P::leaf_steps) : (int)kInputSteps / part;
-  static constexpr int input_steps = THIN ? part : parts * part,
-                       steps = THIN    ? parts * part
+  /// Leaves that follow each other in a group of products, each with sums of its own. SINGLE: as many as there are
+  /// registers for 16 steps of, since a group takes its time, however few they are. A span is that, or a leaf.
+  static constexpr int bundle = SINGLE ? bundled<P>(min_of(room, 16), 128 / columns) : 1,
+                       span_steps = bundle * P::leaf_steps;
+  // k16 steps of a slot, of a stage, and of products that are under way together. SINGLE: a stage has whole slots, or a
+  // slot whole stages; a bundle has one stage; ahead: both have whole groups; else a slot has whole stages.
+  static constexpr int part = bundle > 1 ? span_steps
+                              : SINGLE   ? part_steps(min_of(room, kWaySteps), P::leaf_steps, P::run_steps)
+                                         : part_steps(most_steps, P::leaf_steps, P::run_steps);
+  static constexpr int input_steps = bundle > 1 ? part_steps((int)kInputSteps, span_steps)
+                                     : SINGLE   ? (int)kInputSteps / kWaySteps * part
+                                                : (int)kInputSteps / part * part,
+                       steps = SINGLE  ? stage_parts(room, part, span_steps) * part
                                : ahead ? min_of(room / part, (P::leaf_steps + part - 1) / part) * part
                                        : part,
                        runs = steps / P::run_steps;
   static constexpr int most_group_slots = group_slots(pass_units * 2 * part * P::fragment),
-                       group_steps = THIN && parts > 1 ? most_group_slots * part : part;
+                       group_steps = SINGLE && steps > part ? most_group_slots * part : part;
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
-  /// The warp's unit of a pass, and, THIN, whether its tile is the second.
-  LP_DEVICE static int unit() {
-    return THIN ? (warp_index() & 3) >> 1 : split_columns ? warp_index() & 3 : warp_index();
-  }
+  /// The warp's unit of a pass, and, SINGLE, whether its tile is the second.
+  LP_DEVICE static int unit() { return (split_columns ? warp_index() & 3 : warp_index()) / (2 / warp_tiles); }
   LP_DEVICE static bool second() { return warp_index() & 1; }
   /// Tiles of a unit; not positive if there is none.
   LP_DEVICE static int width(int pass, int unit) {

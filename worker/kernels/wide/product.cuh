@@ -32,14 +32,17 @@ template <int SLOTS> struct Operands {
 template <class C, int STEPS = C::group_steps>
 constexpr int kSlots = STEPS > C::input_steps ? (STEPS + C::input_steps - 1) / C::input_steps : 1;
 
-/// A group: k16 steps k to k + STEPS of a leaf, for TILES tiles whose runs lie in the stage where `run_at(run, tile)`
-/// says, if they are `on`. It begins with a slot or lies within one; `input`: byte of the warp's columns in it.
+/// A group: k16 steps k to k + STEPS of a span, for TILES tiles whose runs lie in the stage where `run_at(run, tile)`
+/// says, if they are `on`. It begins with a slot or lies within one; `input`: byte of the warp's columns in it. `sum`:
+/// of each tile, or of each leaf of a bundle, which is one group.
 template <class C, int STEPS, int TILES, class RUN_AT>
 LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool on, u32 input, const RUN_AT& run_at,
                         float (*sum)[C::columns / 2]) {
   using P = typename C::P;
-  constexpr int N = C::columns, SLOT = C::input_steps, SLOTS = kSlots<C, STEPS>, RUN = P::run_steps;
+  constexpr int N = C::columns, SLOT = C::input_steps, SLOTS = kSlots<C, STEPS>, RUN = P::run_steps,
+                SUMS = TILES * C::bundle;
   static_assert(STEPS % RUN == 0 && C::steps % RUN == 0, "whole runs");
+  static_assert(C::bundle == 1 || (TILES == 1 && STEPS == C::span_steps), "a bundle is a group of a tile");
 #pragma unroll
   for (int s = 0; s < SLOTS; s++)
     if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
@@ -60,7 +63,7 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
 #pragma unroll
   for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
 #pragma unroll
-  for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
+  for (int i = 0; i < SUMS; i++) pin<N / 2>(sum[i]);
   if (kStoredAsUsed) wgmma_fence();
 #pragma unroll
   for (int i = 0; i < STEPS; i++) {
@@ -69,36 +72,38 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
     for (int t = 0; t < TILES; t++) of[t] = a[i / RUN][t].operand(i % RUN, scales[i / RUN][t]);
     if (!kStoredAsUsed) wgmma_fence();
 #pragma unroll
-    for (int t = 0; t < TILES; t++) wgmma<N>(sum[t], of[t], wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
+    for (int t = 0; t < TILES; t++)
+      wgmma<N>(sum[C::bundle > 1 ? i / P::leaf_steps : t], of[t],
+               wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
   }
   wgmma_finish();
 #pragma unroll
-  for (int t = 0; t < TILES; t++) pin<N / 2>(sum[t]);
-  const bool ends = k + STEPS == C::P::leaf_steps;
+  for (int i = 0; i < SUMS; i++) pin<N / 2>(sum[i]);
+  const bool ends = k + STEPS == C::span_steps;
   if ((k + STEPS) % C::steps == 0 || ends) consumer.release();
 #pragma unroll
   for (int s = 0; s < SLOTS; s++)
     if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();
 }
-/// One leaf of TILES tiles, k16 steps ascending from zero, in groups, the last one perhaps of fewer steps.
+/// One span of TILES tiles, k16 steps of each leaf ascending from zero, in groups, the last one perhaps of fewer steps.
 template <class C, int TILES, class RUN_AT>
-LP_DEVICE void multiply_leaf(Consumer& consumer, bool on, u32 input, const RUN_AT& run_at,
+LP_DEVICE void multiply_span(Consumer& consumer, bool on, u32 input, const RUN_AT& run_at,
                              float (*sum)[C::columns / 2]) {
-  constexpr int STEPS = C::group_steps, LEAF = C::P::leaf_steps, WHOLE = LEAF / STEPS * STEPS;
+  constexpr int STEPS = C::group_steps, SPAN = C::span_steps, WHOLE = SPAN / STEPS * STEPS;
 #pragma unroll
-  for (int t = 0; t < TILES; t++)
+  for (int t = 0; t < TILES * C::bundle; t++)
 #pragma unroll
     for (int i = 0; i < C::columns / 2; i++) sum[t][i] = 0;
   Operands<kSlots<C>> at;
 #pragma unroll 1
   for (int k = 0; k < WHOLE; k += STEPS) multiply<C, STEPS, TILES>(consumer, at, k, on, input, run_at, sum);
-  if constexpr (WHOLE < LEAF) multiply<C, LEAF - WHOLE, TILES>(consumer, at, WHOLE, on, input, run_at, sum);
+  if constexpr (WHOLE < SPAN) multiply<C, SPAN - WHOLE, TILES>(consumer, at, WHOLE, on, input, run_at, sum);
 }
 
 /// One leaf of a warp's tile.
 template <class C> LP_DEVICE void sum_leaf(Consumer& consumer, const Place& place, float* sum) {
   const auto run_at = [&](int run, int) { return place.runs + run * place.stride; };
-  multiply_leaf<C, 1>(consumer, place.on, place.input, run_at, reinterpret_cast<float(*)[C::columns / 2]>(sum));
+  multiply_span<C, 1>(consumer, place.on, place.input, run_at, reinterpret_cast<float(*)[C::columns / 2]>(sum));
 }
 /// LEAVES leaves of a warp's tile, whole groups or less than one, in the order of leaf_sum. Loops, because code that
 /// runs once a layer comes from far away.
@@ -223,13 +228,13 @@ template <class C, class RUN_AT> struct Ahead {
   }
 };
 
-/// A unit of a block's own tiles with all of K, leaves ascending; of THIN units the tile of the warp. `width` tiles; of
+/// A unit of a block's own tiles with all of K, leaves ascending; of SINGLE ones the tile of the warp. `width` tiles; of
 /// fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   using P = typename C::P;
   constexpr int R = C::columns / 2, T = C::warp_tiles;
   const u32 stride = width * P::run, second = width == 2 ? P::run : 0,
-            runs = unit * (C::runs * 2 * P::run) + (C::thin && C::second() ? second : 0);
+            runs = unit * (C::runs * 2 * P::run) + (C::single && C::second() ? second : 0);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
   const auto run_at = [&](int run, int t) { return runs + run * stride + t * second; };
 #pragma unroll
@@ -252,10 +257,11 @@ template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int wid
     }
   } else {
 #pragma unroll 1
-    for (int n = 0; n < P::leaves; n++) {
-      float leaf[T][R];
-      multiply_leaf<C, T>(consumer, width > 0, columns, run_at, leaf);
-      add(leaf);
+    for (int n = 0; n < P::leaves / C::bundle; n++) {
+      float leaf[C::bundle * T][R];
+      multiply_span<C, T>(consumer, width > 0, columns, run_at, leaf);
+#pragma unroll
+      for (int b = 0; b < C::bundle; b++) add(leaf + b);
     }
   }
 }

@@ -21,7 +21,7 @@ LP_DEVICE void init_rings(u32 shared) {
   }
 }
 
-/// A lane's part of stages: of each leaf's runs `runs` a stage, of the last one perhaps fewer. If it is `on`, it copies
+/// A lane's part of stages: of each leaf's, or bundle's, runs `runs` a stage, of the last one perhaps fewer. If it is `on`, it copies
 /// its tiles of each, `run_bytes`, to offset `to`; they lie behind each other in memory.
 struct Part {
   bool on;
@@ -102,7 +102,7 @@ struct Producer {
     const u8* from =
         product + (u64)(C::first_tile() + 2 * (pass * C::pass_units + (int)lane())) * P::runs * P::run;
     return Part{width > 0, from, lane() * C::runs * 2 * P::run, (u32)(width * P::run), (u32)C::runs,
-                (u32)P::leaf_runs, (u32)P::leaves};
+                (u32)(C::bundle * P::leaf_runs), (u32)(P::leaves / C::bundle)};
   }
 
  private:
@@ -132,7 +132,7 @@ struct Input {
       const int leaf = C::first_leaf() + n;
       for (int way = 0; way < C::ways; way++)
         await(counters, count, (leaf + way * C::leaves) * count / C::P::leaves, target, site);
-      copy_leaf<C, C::ways>(vector + (u64)((leaf + (int)lane() % C::ways * C::leaves) * LEAF) * kStepBytes);
+      copy_span<C, C::ways>(vector + (u64)((leaf + (int)lane() % C::ways * C::leaves) * LEAF) * kStepBytes);
     }
   }
   /// Input of the block's own tiles: all of it, once a pass.
@@ -141,9 +141,9 @@ struct Input {
     ready = 0;
     for (int pass = 0; pass < C::passes(); pass++)
 #pragma unroll 1
-      for (int leaf = 0; leaf < P::leaves; leaf++) {
-        await(counters, P::leaves, leaf, target, site);
-        copy_leaf<C, 1>(vector + (u64)(leaf * P::leaf_steps) * kStepBytes);
+      for (int leaf = 0; leaf < P::leaves; leaf += C::bundle) {
+        for (int of = 0; of < C::bundle; of++) await(counters, P::leaves, leaf + of, target, site);
+        copy_span<C, 1>(vector + (u64)(leaf * P::leaf_steps) * kStepBytes);
       }
   }
 
@@ -163,17 +163,17 @@ struct Input {
     fence_async_global();
     __syncwarp();
   }
-  /// Fills the next slots with a leaf of each way, which lies where a lane of that way says, `from` bytes into the
+  /// Fills the next slots with a span of each way, which lies where a lane of that way says, `from` bytes into the
   /// words. A lane has a way of a slot, so that all slots that are empty are filled at a time; the last one perhaps in
   /// part. (A way may see a slot empty before the other does: its bytes may land before they are expected.)
-  template <class C, u32 WAYS> LP_DEVICE void copy_leaf(u64 from) {
-    constexpr int LEAF = C::P::leaf_steps, STEPS = C::input_steps, PARTS = (LEAF + STEPS - 1) / STEPS;
+  template <class C, u32 WAYS> LP_DEVICE void copy_span(u64 from) {
+    constexpr int SPAN = C::span_steps, STEPS = C::input_steps, PARTS = (SPAN + STEPS - 1) / STEPS;
     static_assert((int)WAYS * STEPS <= (int)kInputSteps, "a slot has room for a part of each way");
     const int place = lane() / WAYS;
     const u32 way = lane() % WAYS;
 #pragma unroll 1
     for (int first = 0; first < PARTS; first += kInputSlots) {
-      const int part = first + place, left = LEAF - part * STEPS;
+      const int part = first + place, left = SPAN - part * STEPS;
       const u32 number = filled + place, slot = number % kInputSlots, phase = number / kInputSlots & 1 ^ 1,
                 full = shared + Shared::input_full + 8 * slot, empty = shared + Shared::input_empty + 8 * slot,
                 bytes = (left < STEPS ? left : STEPS) * kStepBytes;

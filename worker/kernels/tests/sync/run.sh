@@ -2,8 +2,8 @@
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
 # (rings of two warps and of one), and the vectors' words of several blocks, one of them without tiles; then the
 # negative controls, which must be reported; then the sums of products of 1 to 16 ranks, of which one shape's by 2 and 4
-# ranks run under ThreadSanitizer, too: it takes ten times as long; then what wide passes load ahead, of the longest to
-# the shortest leaves. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
+# ranks run under ThreadSanitizer, too: it takes ten times as long; then gate and up of wide passes, of the longest to the
+# shortest leaves. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -102,21 +102,29 @@ sums 1 32 576 9 3 64 1536 128 1 3     # o is not cut; four leaves of hidden
 sums 1 64 3584 28 4 128 18944 128 5   # leaves of 14, 56 and 74 steps
 sums 1 32 5120 40 8 128 13824 120 7   # a warp a tile of o and down
 sums 16 32 12288 96 8 128 28672 128 3 # the first block of a pair has more of qkv than the second
-loaded_ahead() { # NAME COLUMNS HIDDEN HEADS KV_HEADS HEAD_DIM INTERMEDIATE FORMAT GROUP FLAGS...
-    build "$1" ahead.cpp -Wno-parentheses -DLP_LAYERS=1 -DLP_COLUMNS="$2" -DLP_HIDDEN="$3" -DLP_HEADS="$4" \
+own() { # NAME COLUMNS HIDDEN HEADS KV_HEADS HEAD_DIM INTERMEDIATE FORMAT GROUP FLAGS...
+    build "$1" own.cpp -Wno-parentheses -DLP_LAYERS=1 -DLP_COLUMNS="$2" -DLP_HIDDEN="$3" -DLP_HEADS="$4" \
         -DLP_KV_HEADS="$5" -DLP_HEAD_DIM="$6" -DLP_INTERMEDIATE="$7" -DLP_BLOCKS=128 -DLP_LAYER_FORMAT="$8" \
         -DLP_GROUP="$9" "${@:10}"
 }
-loaded=(70b 8b nemo 4b-zeros 7b-blocks 3b 0.5b)
-loaded_ahead 70b 64 8192 64 8 128 28672 1 0         # leaves of 32 steps, two passes
-loaded_ahead 8b 64 4096 32 8 128 14336 3 128
-loaded_ahead nemo 32 5120 32 8 128 14336 1 0        # groups of 7, 7 and 6
-loaded_ahead 4b-zeros 64 2560 32 8 128 9728 4 64    # 6 and 4
-loaded_ahead 7b-blocks 64 3584 28 4 128 18944 2 128 # 4, 4, 4 and 2, stages that end within slots
-loaded_ahead 3b 64 3072 24 8 128 8192 3 128         # warpgroups divide columns
-loaded_ahead 0.5b 32 896 14 2 64 4864 3 32          # 4 and 3, runs of one step
-loaded_ahead next-slot 64 4096 32 8 128 14336 1 0 -DLP_NEXT_SLOT
+owned=(70b 8b nemo 4b-zeros 7b-blocks 1.5b 0.5b-twice 4b 3b 3b-int4 1b 0.6b 0.6b-64 0.5b smol)
+own 70b 64 8192 64 8 128 28672 1 0         # leaves of 32 steps, two passes
+own 8b 64 4096 32 8 128 14336 3 128
+own nemo 32 5120 32 8 128 14336 1 0        # groups of 7, 7 and 6
+own 4b-zeros 64 2560 32 8 128 9728 4 64    # 6 and 4
+own 7b-blocks 64 3584 28 4 128 18944 2 128 # 4, 4, 4 and 2, stages that end within slots
+own 1.5b 32 1536 12 2 128 8960 3 128       # one group, in slots of two
+own 0.5b-twice 32 896 14 2 64 9728 3 32    # 4 and 3, runs of one step
+own 4b 32 2560 32 8 128 9728 0 0           # not ahead
+own 3b 64 3072 24 8 128 8192 0 0           # a tile a warp, like those that follow; 6 and 6
+own 3b-int4 32 3072 24 8 128 8192 3 128    # of few bits
+own 1b 64 2048 32 8 64 8192 1 0            # bundles of two leaves, in two slots
+own 0.6b 32 1024 16 8 128 3072 0 0         # of four leaves, warpgroups divide columns
+own 0.6b-64 64 1024 16 8 128 3072 3 128    # the same in two slots
+own 0.5b 32 896 14 2 64 4864 3 32
+own smol 32 576 9 3 64 1536 0 0
+own next-slot 64 4096 32 8 128 14336 1 0 -DLP_NEXT_SLOT
 built
 # One after the other: each has more threads than there are cores.
-for program in "${programs[@]}" "${loaded[@]}"; do "$out/$program"; done
+for program in "${programs[@]}" "${owned[@]}"; do "$out/$program"; done
 noticed "activations of the next slot" next-slot "a step has other activations"

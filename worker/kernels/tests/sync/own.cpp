@@ -1,7 +1,7 @@
-// Gate and up of weights of few bits in wide passes (Ahead), a warp after the other, with the kernel's own headers.
-// Each product has the step's fragments and activations, in order. No operand changes while its product may run. Stages
-// are given back once they have been read, slots once their products are over, as many of both as are filled. A warp is
-// its first lane.
+// Gate and up in wide passes (sum_unit), a warp after the other, with the kernel's own headers. Each product has the
+// step's fragments and activations, in order, and adds to a sum of its leaf alone; leaves are added ascending. Of what
+// is loaded ahead (Ahead) no operand changes while its product may run. Stages are given back once they have been read,
+// slots once their products are over, as many of both as are filled. A warp is its first lane.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -44,7 +44,7 @@ template <int GROUPS> void wgmma_wait() {
       expect(same(*product.operand, product.value), "an operand changed while its product ran");
 }
 template <int N> void pin(float*) {}
-template <int N> void wgmma(float*, const Quad&, u64) {}
+template <int N> void wgmma(float* c, const Quad& a, u64 b);
 template <int N> void wgmma(float* c, const Quad& a, u64 b, u32 add);
 
 namespace wide {
@@ -63,11 +63,12 @@ struct Consumer {
 
 using namespace wide;
 
-using C = Own<GateUp, (GateUp::most_tiles <= 4)>;
+using C = Own<GateUp, (GateUp::most_tiles <= kConsumers)>;  // GateUpOwn
 using P = C::P;
-static_assert(C::ahead && Shared::ring == 0, "shapes and formats of this test");
-constexpr u32 kStagesOfLeaf = (P::leaf_steps + C::steps - 1) / C::steps,
-              kSlotsOfLeaf = (P::leaf_steps + C::input_steps - 1) / C::input_steps, kSlotBytes = 1 << 16;
+static_assert(Shared::ring == 0, "stages begin with shared memory");
+constexpr u32 kTiles = C::warp_tiles, kStagesOfSpan = (C::span_steps + C::steps - 1) / C::steps,
+              kSlotsOfSpan = (C::span_steps + C::input_steps - 1) / C::input_steps, kSpans = P::leaves / C::bundle,
+              kSlotBytes = 1 << 16;
 u32 unit, width, product;  // of the warp; products since the first stage was waited for
 
 /// A word of a run of a tile: any function of where it is.
@@ -83,10 +84,11 @@ u32 Consumer::wait() {
   expect(!reads, "a stage is waited for while another is read");
   reads = true;
   if (product == ~0u) product = 0;
-  const u32 leaf = stages / kStagesOfLeaf, first = stages % kStagesOfLeaf * C::runs,
+  const u32 span = stages / kStagesOfSpan, first = stages % kStagesOfSpan * C::runs,
             at = stages % kStages * kStageBytes;
-  for (u32 run = 0; run < C::runs && first + run < P::leaf_runs; run++)
-    for (u32 tile = 0; tile < width; tile++) fill(at, run, tile, leaf, first + run);
+  for (u32 run = 0; run < C::runs && first + run < C::bundle * P::leaf_runs; run++)
+    for (u32 tile = 0; tile < width; tile++)
+      fill(at, run, tile, span * C::bundle + (first + run) / P::leaf_runs, (first + run) % P::leaf_runs);
   return at;
 }
 void Consumer::release() {
@@ -108,17 +110,22 @@ void Consumer::release_input() {
   expect(groups.empty() && issued.empty(), "a slot is given back while products read it");
   inputs++;
 }
-template <int N> void wgmma(float*, const Quad& a, u64 b, u32 add) {
-  issued.push_back({&a, a});
-  if (product == ~0u) {  // of the group in front of the first one
-    expect(add != 0, "a chain begins with products of anything");
-    return;
-  }
-  const u32 tile = product % 2, step = product / 2 % P::leaf_steps, leaf = product / 2 / P::leaf_steps;
-  const u32 run = step / P::run_steps, slot = leaf * kSlotsOfLeaf + step / C::input_steps;
-  expect((add == 0) == (step == 0), "a chain begins elsewhere than a leaf");
+/// What a leaf's sum is in the end: values whose order of addition shows.
+float value_of(u32 leaf, u32 tile) {
+  const u32 hash = (leaf * 2 + tile + 1) * 0x9e3779b9u;
+  return (float)(hash >> 8) * (hash & 1 ? 1.0f : -1.0f / 4096);
+}
+/// The next product of the warp's: `sum` has how many there were of its leaf, the leaf, and in the end its value.
+void multiplied(float* sum, const Quad& a, u64 b) {
+  const u32 of_step = product % kTiles, step = product / kTiles % P::leaf_steps,
+            leaf = product / kTiles / P::leaf_steps, of_span = leaf % C::bundle * P::leaf_steps + step;
+  const u32 run = step / P::run_steps, slot = leaf / C::bundle * kSlotsOfSpan + of_span / C::input_steps;
+  const u32 tile = C::single ? C::second() && width == 2 : of_step;
+  expect(sum[0] == (float)step && (step == 0 || sum[1] == (float)leaf), "a sum has products of another leaf");
+  sum[0]++, sum[1] = (float)leaf;
+  if (step + 1 == P::leaf_steps) sum[2] = value_of(leaf, tile);
   const u32 columns = C::split_columns ? (warp_index() >> 2) * (C::columns / 8 * 256) : 0;
-  expect(b == wgmma_operand(slot * kSlotBytes + columns + step % C::input_steps * kStepBytes),
+  expect(b == wgmma_operand(slot * kSlotBytes + columns + of_span % C::input_steps * kStepBytes),
          "a step has other activations");
   if (tile < width) {
     constexpr u32 AT = 3 * kStageBytes;  // any place: what lies there is put back
@@ -130,6 +137,16 @@ template <int N> void wgmma(float*, const Quad& a, u64 b, u32 add) {
     expect(same(a, weights.operand(step % P::run_steps, scales)), "a step has other weights");
   }
   product++;
+}
+template <int N> void wgmma(float* sum, const Quad& a, u64 b) { multiplied(sum, a, b); }
+template <int N> void wgmma(float* sum, const Quad& a, u64 b, u32 add) {
+  issued.push_back({&a, a});
+  if (product == ~0u) {  // of the group in front of the first one
+    expect(add != 0, "a chain begins with products of anything");
+    return;
+  }
+  if (add == 0) sum[0] = sum[1] = sum[2] = 0;
+  multiplied(sum, a, b);
 }
 
 int main() {
@@ -146,15 +163,20 @@ int main() {
         float sum[C::warp_tiles][C::columns / 2];
         sum_unit<C>(consumer, (int)unit, C::width(pass, (int)unit), sum);
         expect(groups.empty() && issued.empty(), "products run on");
-        expect(consumer.stages == P::leaves * kStagesOfLeaf && !consumer.reads,
-               "other stages are used than are filled");
-        expect(consumer.inputs == P::leaves * kSlotsOfLeaf && consumer.waited == consumer.inputs,
+        expect(consumer.stages == kSpans * kStagesOfSpan && !consumer.reads, "other stages are used than are filled");
+        expect(consumer.inputs == kSpans * kSlotsOfSpan && consumer.waited == consumer.inputs,
                "other slots are used than are filled");
-        expect(product == 2u * P::leaves * P::leaf_steps, "other products than the leaves have");
+        expect(product == kTiles * P::leaves * P::leaf_steps, "other products than the leaves have");
+        for (u32 t = 0; t < kTiles && (int)t < (int)width; t++) {
+          const u32 tile = C::single ? C::second() && width == 2 : t;
+          float all = 0;
+          for (u32 leaf = 0; leaf < P::leaves; leaf++) all += value_of(leaf, tile);
+          expect(sum[t][2] == all, "leaves are not added in ascending order");
+        }
         products += product;
       }
     }
-  printf("leaves of %d steps in groups of %d, stages of %d, slots of %d: %u products, %u faults\n", P::leaf_steps,
-         C::group_steps, C::steps, C::input_steps, products, wrong);
+  printf("leaves of %d steps, %d of a span, in groups of %d, stages of %d, slots of %d: %u products, %u faults\n",
+         P::leaf_steps, C::bundle, C::group_steps, C::steps, C::input_steps, products, wrong);
   return wrong > 0;
 }

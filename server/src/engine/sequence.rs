@@ -36,6 +36,8 @@ pub enum SequenceEvent {
     Finished(FinishReason),
     /// The sequence was given up; the text says why.
     Failed(String),
+    /// The end, because no token may follow: the request contradicts itself.
+    Contradiction,
 }
 
 impl SequenceEvent {
@@ -46,7 +48,7 @@ impl SequenceEvent {
             SequenceEvent::Drafts(_) => {}
             SequenceEvent::Token(_) => life.token(now, metrics),
             SequenceEvent::Finished(reason) => return Some((*reason).into()),
-            SequenceEvent::Failed(_) => return Some(Ended::Error),
+            SequenceEvent::Failed(_) | SequenceEvent::Contradiction => return Some(Ended::Error),
         }
         None
     }
@@ -306,7 +308,9 @@ impl SequenceStream {
                 self.taken += 1;
                 self.all_taken.inc();
             }
-            Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_)) | None => self.ended = true,
+            Some(SequenceEvent::Finished(_) | SequenceEvent::Failed(_) | SequenceEvent::Contradiction) | None => {
+                self.ended = true;
+            }
         }
         Poll::Ready(event)
     }

@@ -229,6 +229,8 @@ pub(super) enum Passed {
     Finished(FinishReason),
     /// [`SequenceEvent::Failed`].
     Failed(String),
+    /// [`SequenceEvent::Contradiction`].
+    Contradiction,
 }
 
 impl From<SequenceEvent> for Passed {
@@ -241,6 +243,7 @@ impl From<SequenceEvent> for Passed {
             SequenceEvent::Token(token) => Self::Token(token),
             SequenceEvent::Finished(reason) => Self::Finished(reason),
             SequenceEvent::Failed(reason) => Self::Failed(reason),
+            SequenceEvent::Contradiction => Self::Contradiction,
         }
     }
 }
@@ -259,6 +262,7 @@ pub(super) fn event(of: Passed) -> wire::Event {
         Passed::Finished(FinishReason::Stop) => Event::Finished(Finish::Stop.into()),
         Passed::Finished(FinishReason::Length) => Event::Finished(Finish::Length.into()),
         Passed::Failed(reason) => Event::Failed(reason),
+        Passed::Contradiction => Event::Finished(Finish::Contradiction.into()),
     };
     wire::Event { event: Some(event) }
 }
@@ -278,6 +282,7 @@ pub(super) fn event_of(of: wire::Event) -> Result<Passed, Malformed> {
         Event::Finished(reason) => match Finish::try_from(reason) {
             Ok(Finish::Stop) => Passed::Finished(FinishReason::Stop),
             Ok(Finish::Length) => Passed::Finished(FinishReason::Length),
+            Ok(Finish::Contradiction) => Passed::Contradiction,
             Ok(Finish::Unspecified) | Err(_) => return Err(Malformed("the reason of an end")),
         },
         Event::Failed(reason) => Passed::Failed(reason),

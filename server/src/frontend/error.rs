@@ -41,6 +41,12 @@ pub enum GenerateError {
     /// Its client had it ended, by its name.
     #[error("the request was ended by its id (Abort over gRPC, DELETE /requests/ID over HTTP)")]
     Aborted,
+    /// What the request asks for cannot be: the grammar may be one that turns out too complex to be followed.
+    #[error(
+        "no token may follow: the grammar that the answer is held to is too complex to be followed, or \
+         allowed_token_ids and bad_words leave none of its tokens"
+    )]
+    Contradiction,
     /// The engine gave the sequence up.
     #[error("the request was given up: {0}")]
     Failed(String),
@@ -67,6 +73,7 @@ impl GenerateError {
             GenerateError::ShuttingDown => "shutting_down",
             GenerateError::DeadlineExceeded { .. } => "deadline_exceeded",
             GenerateError::Aborted => "request_aborted",
+            GenerateError::Contradiction => "no_token_may_follow",
             GenerateError::Failed(_) => "generation_failed",
             GenerateError::Internal(_) => "internal_error",
         }

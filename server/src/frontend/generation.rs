@@ -278,6 +278,7 @@ impl Choice {
             // The stream keeps it.
             Some(SequenceEvent::Prompt { .. } | SequenceEvent::Drafts(_)) => Ok(Piece::default()),
             Some(SequenceEvent::Failed(why)) => Err(self.give_up(GenerateError::Failed(why))),
+            Some(SequenceEvent::Contradiction) => Err(self.give_up(GenerateError::Contradiction)),
             None => Err(self.give_up(GenerateError::Failed("the engine ended".into()))),
         }
     }

@@ -342,6 +342,7 @@ impl Delivery {
                 Action::Token { sequence, token } => self.send(sequence, SequenceEvent::Token(token), now),
                 Action::Finished { sequence, reason } => self.send(sequence, SequenceEvent::Finished(reason), now),
                 Action::Failed { sequence, reason } => self.send(sequence, SequenceEvent::Failed(reason), now),
+                Action::Contradiction { sequence } => self.send(sequence, SequenceEvent::Contradiction, now),
                 Action::Fault(reason) => result = Err(format!("rank 0 broke the protocol: {reason}")),
             }
         }

@@ -26,6 +26,7 @@ pub(super) fn status(error: GenerateError) -> Status {
             Code::NotFound
         }
         GenerateError::Request(_)
+        | GenerateError::Contradiction
         | GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => Code::InvalidArgument,
         GenerateError::Submit(SubmitError::Quarantined { .. }) => Code::FailedPrecondition,
         GenerateError::Upload(UploadError::TooLarge { .. }) => Code::OutOfRange,

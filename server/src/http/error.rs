@@ -85,6 +85,7 @@ impl From<GenerateError> for ApiError {
             GenerateError::Submit(SubmitError::TooLarge { .. } | SubmitError::NeverFits { .. }) => {
                 new(StatusCode::BAD_REQUEST)
             }
+            GenerateError::Contradiction => new(StatusCode::BAD_REQUEST),
             // Clients repeat what is answered with 429 and 5xx by themselves: this is not to be.
             GenerateError::Submit(SubmitError::Quarantined { .. }) => new(StatusCode::UNPROCESSABLE_ENTITY),
             GenerateError::Submit(SubmitError::Unavailable(_))

@@ -59,6 +59,11 @@ pub enum Action {
         /// Why, in a sentence.
         reason: String,
     },
+    /// The sequence has ended, because no token may follow: the request contradicts itself.
+    Contradiction {
+        /// Its number.
+        sequence: u64,
+    },
     /// The group broke the protocol, as the text says. Stop it and call [`super::Scheduler::group_lost`].
     Fault(String),
 }

@@ -306,10 +306,16 @@ impl FakeWorker {
             .collect();
         let token = next_token(&context);
         let state = self.slots.get_mut(&slot).expect("the slot was read above");
-        state.tokens.push(token);
         let admit = &state.admit;
-        let generated = state.tokens.len() as u32 - admit.prompt_tokens;
-        let finish = finish(token, generated, admit.max_tokens, admit.min_tokens, &admit.stop_tokens);
+        let generated = state.tokens.len() as u32 + 1 - admit.prompt_tokens;
+        // It knows one token that can follow.
+        let finish = match admit.allowed_tokens.is_empty() || admit.allowed_tokens.contains(&token) {
+            true => finish(token, generated, admit.max_tokens, admit.min_tokens, &admit.stop_tokens),
+            false => Finish::Nothing,
+        };
+        if finish != Finish::Nothing {
+            state.tokens.push(token);
+        }
         state.finished = finish != Finish::None;
         SampledToken { sequence: admit.sequence, token, finish: finish.into(), logprob: None, top: Vec::new() }
     }

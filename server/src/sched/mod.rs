@@ -435,10 +435,7 @@ impl Scheduler {
             .map_err(|_| format!("a token of sequence {id} has the unknown finish {}", token.finish))?;
         if finish == Finish::Nothing {
             self.remove(id);
-            let reason = "no token may follow: the grammar that it is held to is too complex to be followed, or \
-                          allowed_token_ids and bad_words leave none"
-                .into();
-            actions.push(Action::Failed { sequence: id, reason });
+            actions.push(Action::Contradiction { sequence: id });
             return Ok(());
         }
         let full = sequence.generated.len() + 1 >= sequence.request.max_tokens as usize;

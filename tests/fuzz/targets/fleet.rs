@@ -72,7 +72,9 @@ impl Reader {
                             && token.top.len() <= 2
                     );
                 }
-                SequenceEvent::Finished(_) | SequenceEvent::Failed(_) => self.ended = true,
+                SequenceEvent::Finished(_) | SequenceEvent::Failed(_) | SequenceEvent::Contradiction => {
+                    self.ended = true;
+                }
                 SequenceEvent::Prompt { .. } | SequenceEvent::Drafts(_) => panic!("the stream keeps them"),
             }
         }

@@ -129,6 +129,24 @@ async fn a_stream_is_held_to_a_form_as_a_whole_answer_is() {
     assert_eq!(text, content(&whole));
 }
 
+/// Digits by the form, letters by the tokens: only the worker, who compiles the form, finds out.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_form_that_contradicts_the_allowed_tokens_is_the_requests_fault() {
+    let server = server("1").await;
+    let letters = json!({"prompt": "abcdef", "add_special_tokens": false});
+    let mut tokens = server.ok("/tokenize", &letters).await["tokens"].clone();
+    // Those that end an answer have to be among them.
+    tokens.as_array_mut().unwrap().extend([json!(1), json!(4)]);
+    let mut request = json!({"prompt": "x", "max_tokens": 9, "guided_regex": "[0-9]{7}", "allowed_token_ids": tokens});
+    let (status, answer) = server.post("/v1/completions", &request).await;
+    let error = &answer["error"];
+    assert_eq!((status, &error["code"]), (400, &json!("no_token_may_follow")), "{answer}");
+    assert_eq!(error["type"], "invalid_request_error", "{answer}");
+    // What comes after is served.
+    request["allowed_token_ids"] = json!(null);
+    server.ok("/v1/completions", &request).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn forms_that_cannot_be_are_refused_by_name() {
     let server = server("1").await;

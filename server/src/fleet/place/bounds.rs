@@ -44,13 +44,13 @@ pub(in super::super) fn check(events: &[Passed], sequence: &Handed, vocab_size: 
                 tokens += 1;
                 scored(token, request.logprobs, vocab_size)?;
             }
-            Passed::Finished(_) | Passed::Failed(_) => {
+            Passed::Finished(_) | Passed::Failed(_) | Passed::Contradiction => {
                 holds(place + 1 == events.len(), || "more of a sequence behind its end".into())?;
             }
         }
     }
     holds(tokens <= left, || format!("{} tokens, where {} were asked for", told + tokens, request.max_tokens))?;
-    let is_whole = matches!(events.last(), Some(Passed::Token(_) | Passed::Finished(_) | Passed::Failed(_)));
+    let is_whole = !matches!(events.last(), None | Some(Passed::Prompt { .. } | Passed::Drafts(_)));
     holds(is_whole, || "a prompt or drafts without what follows them".into())?;
     // Of a step that came to nothing, the end follows.
     holds(drafts <= tokens.max(1), || format!("{drafts} steps with drafts for {tokens} tokens"))

@@ -39,6 +39,7 @@ impl Place {
             }
             Passed::Finished(reason) => SequenceEvent::Finished(reason),
             Passed::Failed(reason) => SequenceEvent::Failed(reason),
+            Passed::Contradiction => SequenceEvent::Contradiction,
         };
         let ended = event.count(life, now, metrics);
         sender.send(event);

@@ -107,6 +107,7 @@ fn events() -> impl Strategy<Value = Passed> {
         Just(Passed::Finished(FinishReason::Stop)),
         Just(Passed::Finished(FinishReason::Length)),
         ".*".prop_map(Passed::Failed),
+        Just(Passed::Contradiction),
     ]
 }
 

@@ -333,6 +333,7 @@ impl World {
                     self.note(at + FRONT_END, Happens::Asked(index));
                 }
                 Action::Failed { reason, .. } | Action::Fault(reason) => panic!("{reason}"),
+                Action::Contradiction { sequence } => panic!("{sequence} contradicts itself"),
             }
         }
     }

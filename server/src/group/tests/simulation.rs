@@ -193,6 +193,7 @@ impl World {
                     let is_culprit = reason.contains("lost") && (seen.is_poison || seen.was_unlucky);
                     assert!(is_too_large || is_culprit, "sequence {sequence} failed: {reason}");
                 }
+                Action::Contradiction { sequence } => panic!("{sequence} contradicts itself"),
                 Action::Fault(reason) => panic!("{reason}"),
             }
         }

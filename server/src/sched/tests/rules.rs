@@ -1,11 +1,13 @@
 //! Each rule of the scheduler by itself.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use looplane_proto::worker::v1::Outcome;
 
-use crate::sched::fake_worker::{FakeWorker, Shape, expected, request};
+use crate::sched::fake_worker::{FakeWorker, Shape, VOCAB, expected, request};
+use crate::sched::request::TokenBounds;
 use crate::sched::step_rows::Waiting;
 use crate::sched::{
     Action, Blame, Event, Limits, LimitsError, Scheduler, SequenceRequest, Standing, StepRows, StepSize, SubmitError,
@@ -160,6 +162,35 @@ fn steps(scheduler: &mut Scheduler, worker: &mut FakeWorker, poison: &[u64], act
         }
         scheduler.apply(Event::Outcome(outcome), actions);
     }
+}
+
+/// Whose tokens run out, at the first or in the middle, ends as a contradiction of its own, beside one that goes on.
+#[test]
+fn a_request_that_no_token_may_follow_ends_and_frees_what_it_had() {
+    let shape = Shape { max_slots: 4, max_batch_tokens: 16, kv_pages: 40, page_positions: 4 };
+    let limits = Limits { max_slots: 4, max_batch_tokens: 16, ..Limits::default() };
+    let mut scheduler = scheduler(limits, 40);
+    let mut worker = FakeWorker::new(shape);
+    let (other, _) = expected(&request(3, 9, 30, vec![]));
+    let bounded = |seed, tokens: &[u32]| {
+        let bounds = TokenBounds { allowed: tokens.to_vec(), ..TokenBounds::default() };
+        SequenceRequest { token_bounds: Arc::new(bounds), ..request(seed, 9, 30, vec![]) }
+    };
+    let (third, _) = expected(&request(2, 9, 30, vec![]));
+    assert!(!third[..3].contains(&third[3]), "the fourth token is another");
+    for request in [bounded(1, &[VOCAB as u32]), bounded(2, &third[..3]), request(3, 9, 30, vec![])] {
+        scheduler.submit(vec![request], &Standing::default()).unwrap();
+    }
+    let mut actions = Vec::new();
+    assert!(steps(&mut scheduler, &mut worker, &[], &mut actions));
+    let tokens_of =
+        |of| actions.iter().filter(|a| matches!(a, Action::Token { sequence, .. } if *sequence == of)).count();
+    assert_eq!([1, 2, 3].map(tokens_of), [0, 3, other.len()], "{actions:?}");
+    let ends = |of| actions.iter().filter(|a| **a == Action::Contradiction { sequence: of }).count();
+    assert_eq!([1, 2, 3].map(ends), [1, 1, 0]);
+    assert!(!actions.iter().any(|action| matches!(action, Action::Failed { .. } | Action::Fault(_))), "{actions:?}");
+    assert_eq!(scheduler.sequences(), 0);
+    scheduler.check().unwrap();
 }
 
 #[test]

@@ -33,7 +33,7 @@ const SMS: usize = 132;
 /// choice of tokens, once a step.
 const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
     (Shape::B8, 2, [0, 48]),
-    (Shape::B8, 4, [0, 232]),
+    (Shape::B8, 4, [0, 248]),
     (Shape::B8, 8, [44, 236]),
     (Shape::B8, 16, [24, 176]),
     (Shape::B70, 4, [16, 60]),

@@ -199,15 +199,15 @@ using QkvCut = Cut<Qkv>;
 using OCut = Cut<O>;
 using DownCut = Cut<Down>;
 
-/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, SINGLE, where there are
-/// no more of them than warps, a tile. Passes of some units, which read x once each.
+/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, SINGLE, where a block
+/// has no more tiles than warps, a tile. Passes of some units, which read x once each.
 template <class PRODUCT, bool SINGLE = false> struct Own {
   using P = PRODUCT;
   static constexpr bool single = SINGLE;
   static constexpr int warp_tiles = SINGLE ? 1 : 2;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
   static constexpr int pass_units = part_steps(SINGLE ? kConsumers / 2 : kConsumers, most_units);
-  // The warpgroups divide columns where the units, or tiles, of a pass are no more than a warpgroup's warps, else these.
+  // Where a warpgroup has warps for all units, or tiles, of a pass, the two divide columns, else these.
   static constexpr bool split_columns = pass_units * 2 / warp_tiles <= kConsumers / 2;
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
   /// Weights of few bits, both tiles in a warp: fragments are loaded ahead (product.cuh).
@@ -218,8 +218,8 @@ template <class PRODUCT, bool SINGLE = false> struct Own {
   static constexpr int most_registers = ahead ? ahead_steps<P>() : columns == 64 ? 6 : kWaySteps,
                        most_steps = min_of(min_of(room, most_registers), kWaySteps);
   /// Leaves that follow each other in a group of products, each with sums of its own. SINGLE: as many as there are
-  /// registers for 16 steps of, since a group takes its time, however few they are. A span is that, or a leaf.
-  static constexpr int bundle = SINGLE ? bundled<P>(min_of(room, 16), 128 / columns) : 1,
+  /// registers for, of up to 16 steps, since a group takes its time, however few they are. A span is that, or a leaf.
+  static constexpr int bundle = SINGLE && columns < 64 ? bundled<P>(min_of(room, 16), 128 / columns) : 1,
                        span_steps = bundle * P::leaf_steps;
   // k16 steps of a slot, of a stage, and of products that are under way together. SINGLE: a stage has whole slots, or a
   // slot whole stages; a bundle has one stage; ahead: both have whole groups; else a slot has whole stages.

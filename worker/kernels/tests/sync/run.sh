@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
 # (rings of two warps and of one), and the vectors' words of several blocks, one of them without tiles; then the
-# negative controls, which must be reported; then the sums of products of 1 to 16 ranks, of which one shape's by 2 and 4
-# ranks run under ThreadSanitizer, too: it takes ten times as long; then gate and up of wide passes, of the longest to the
-# shortest leaves. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
+# negative controls, which must be reported; then the sums of products of 1 to 16 ranks, of which one shape's by 2 and
+# 4 ranks run under ThreadSanitizer, too: it takes ten times as long; then gate and up of wide passes, of the longest
+# to the shortest leaves. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -118,7 +118,7 @@ own 0.5b-twice 32 896 14 2 64 9728 3 32    # 4 and 3, runs of one step
 own 4b 32 2560 32 8 128 9728 0 0           # not ahead
 own 3b 64 3072 24 8 128 8192 0 0           # a tile a warp, like those that follow; 6 and 6
 own 3b-int4 32 3072 24 8 128 8192 3 128    # of few bits
-own 1b 64 2048 32 8 64 8192 1 0            # bundles of two leaves, in two slots
+own 1b 32 2048 32 8 64 8192 1 0            # bundles of two leaves
 own 0.6b 32 1024 16 8 128 3072 0 0         # of four leaves, warpgroups divide columns
 own 0.6b-64 64 1024 16 8 128 3072 3 128    # the same in two slots
 own 0.5b 32 896 14 2 64 4864 3 32

@@ -499,6 +499,26 @@ fn steps_with_prompts_are_so_large_that_others_are_many_and_quick() {
     );
 }
 
+/// Where all steps of a size have prompts, these keep those who wait from decoding.
+#[test]
+fn steps_are_larger_where_more_wait_than_short_ones_leave_time_for() {
+    // An 8B model on an H200.
+    let sizes = [(64, 6), (128, 7), (256, 10), (384, 13), (512, 16), (768, 23), (1024, 29), (1536, 42), (2048, 55)];
+    let decode = self::sizes([(8, 4), (64, 5), (128, 7), (256, 12)]);
+    let rows = StepRows { sizes: self::sizes(sizes), decode, alone: 2048, least: 64 };
+    for (decoding, per_token, prompts, wanted, why) in [
+        (30, 8.0, 1, 256, "by 256 rows all steps have prompts, but only one waits"),
+        (30, 8.0, 4, 384, "by 384 not all have any, so that nobody waits for long"),
+        (60, 8.0, 4, 512, "four are few beside 60"),
+        (60, 8.0, 16, 768, "by 512 all steps have prompts"),
+        (60, 8.0, 256, 768, "by 768 not all do, however many wait"),
+        (60, 4.0, 256, 384, "nor by 384, where prompts are half as long"),
+    ] {
+        let found = rows.of_prompts(decoding, Waiting { prompts, tokens: 100 }, per_token) + decoding;
+        assert_eq!(found, wanted, "{decoding} decode, {prompts} wait, {per_token} rows of prompts a token: {why}");
+    }
+}
+
 #[test]
 fn nobody_who_goes_on_is_interrupted_for_a_slot_that_is_free() {
     let limits = Limits { max_slots: 3, steps_per_plan: 8, ..Limits::default() };

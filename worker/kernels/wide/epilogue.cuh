@@ -274,7 +274,6 @@ LP_DEVICE void find_norm(const Launch& launch, u32 shared, int norm, u32 target,
   if (lane == 0) mbarrier_arrive(shared + Shared::norms + 8 * norm);
 }
 
-using GateUpOwn = Own<GateUp, (GateUp::most_tiles <= kConsumers)>;
 /// silu(gate) * up of a tile, as 8 rows of a k block of down's input. Of columns 8 j .., sum[4 j + c] is column 2 t +
 /// (c & 1) of gate's row g, or, c over 1, of up's.
 LP_DEVICE void write_activation(const Launch& launch, u32 shared, u32 layer, int tile, u32 first_column,

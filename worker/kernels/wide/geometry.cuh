@@ -81,13 +81,15 @@ constexpr u32 kInFlight = 3;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
 constexpr u32 kStepBytes = kColumns * 32;
 constexpr u32 kInputSlots = kStages, kInputSteps = kLargeSlots ? 16 : 8;  // k16 steps of a slot
-constexpr int kWaySteps = 8;  // of a slot that a warp uses at most: it has registers for as many fragments
+// k16 steps of a slot that a warp uses at most, since it has registers for as many fragments; and of a bundle of leaves
+// of a tile (Own), which is one group.
+constexpr int kWaySteps = 8, kBundleSteps = 16;
 LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
   return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
 }
 
 LP_DEVICE constexpr int min_of(int a, int b) { return a < b ? a : b; }
-/// Slots of activations whose products are under way together. A group of products takes 0.4 us, however few they are:
+/// Slots of activations whose products are under way together. A group of products takes 0.4 us at least:
 /// where the weights of a slot are streamed sooner than that, and of several ranks, whose slots are small, it has two.
 constexpr int group_slots(int slot_bytes) { return (kRanks > 1 ? !kLargeSlots : slot_bytes < 16384) ? 2 : 1; }
 /// Steps of the parts of a leaf, whole runs, at most `most` each, all but the last of equally many.
@@ -218,8 +220,8 @@ template <class PRODUCT, bool SINGLE = false> struct Own {
   static constexpr int most_registers = ahead ? ahead_steps<P>() : columns == 64 ? 6 : kWaySteps,
                        most_steps = min_of(min_of(room, most_registers), kWaySteps);
   /// Leaves that follow each other in a group of products, each with sums of its own. SINGLE: as many as there are
-  /// registers for, of up to 16 steps, since a group takes its time, however few they are. A span is that, or a leaf.
-  static constexpr int bundle = SINGLE && columns < 64 ? bundled<P>(min_of(room, 16), 128 / columns) : 1,
+  /// registers for, since a group of few steps takes no less time. A span is that, or a leaf.
+  static constexpr int bundle = SINGLE && columns < 64 ? bundled<P>(min_of(room, kBundleSteps), 128 / columns) : 1,
                        span_steps = bundle * P::leaf_steps;
   // k16 steps of a slot, of a stage, and of products that are under way together. SINGLE: a stage has whole slots, or a
   // slot whole stages; a bundle has one stage; ahead: both have whole groups; else a slot has whole stages.
@@ -247,6 +249,7 @@ template <class PRODUCT, bool SINGLE = false> struct Own {
     return unit >= pass_units ? 0 : left < 2 ? left : 2;
   }
 };
+using GateUpOwn = Own<GateUp, (GateUp::most_tiles <= kConsumers)>;
 
 // ---- memory ----
 

@@ -228,8 +228,8 @@ template <class C, class RUN_AT> struct Ahead {
   }
 };
 
-/// A unit of a block's own tiles with all of K, leaves ascending; of SINGLE ones the tile of the warp. `width` tiles; of
-/// fewer than two the other sum means nothing.
+/// A unit of a block's own tiles with all of K, leaves ascending; of SINGLE ones the tile of the warp. `width` tiles;
+/// of fewer than two the other sum means nothing.
 template <class C> LP_DEVICE void sum_unit(Consumer& consumer, int unit, int width, float (*sum)[C::columns / 2]) {
   using P = typename C::P;
   constexpr int R = C::columns / 2, T = C::warp_tiles;

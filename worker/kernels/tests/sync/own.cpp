@@ -63,7 +63,7 @@ struct Consumer {
 
 using namespace wide;
 
-using C = Own<GateUp, (GateUp::most_tiles <= kConsumers)>;  // GateUpOwn
+using C = GateUpOwn;
 using P = C::P;
 static_assert(Shared::ring == 0, "stages begin with shared memory");
 constexpr u32 kTiles = C::warp_tiles, kStagesOfSpan = (C::span_steps + C::steps - 1) / C::steps,

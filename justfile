@@ -26,7 +26,7 @@ gpu:
 # Groups of ranks on GPUs, and what ties them together.
 gpu-tp:
     LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 \
-        cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric --test-threads 1
+        cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric cuda::tests::fed --test-threads 1
 
 # HTTP needs torch and safetensors, which make up the checkpoint.
 # The figures of one GPU in docs/benchmarks.md, as tables.

@@ -75,8 +75,10 @@ constexpr u32 kQkvGroups = kAttentionFills ? 4 : 1, kGateUpGroups = kAttentionFi
 
 LP_DEVICE void produce(const Launch& launch, u32 shared) {
   Producer producer(launch, shared);
-  for (u32 step = 0; step < last_step(shared) && rows_of(launch, step).mask(); step++) {
+  for (u32 step = 0; step < last_step(shared); step++) {
     const CountedRows rows = rows_of(launch, step);
+    // Rows that the host gives are not there yet. The first layer's weights go ahead of them.
+    if (!is_fed(launch) && !rows.mask()) break;
     const u8* weights = launch.weights;
 #pragma unroll 1
     for (u32 layer = 0; layer < kLayers; layer++, weights += kLayerBytes) {
@@ -86,7 +88,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       reached(launch, step, kProducer, layer, 1);
       if (layer == 0) {
         wait_sampled(launch, shared, step);
-        begin_step(shared);
+        if (is_fed(launch) && !rows.mask()) return;
         // K and V of the step before were written by ordinary stores; pages are read by bulk copies
         fence_async_global();
       }
@@ -101,6 +103,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared) {
       producer.stream<Down>(weights + kDownOffset);
       reached(launch, step, kProducer, layer, 6);
     }
+    leave_rows(shared);
     reached(launch, step, kProducer, kLayers, 0);
     if (samples(launch)) producer.stream<Head>(weights);
     reached(launch, step, kProducer, kLayers, 1);
@@ -114,14 +117,18 @@ LP_DEVICE void consume(const Launch& launch, u32 shared, u32 warp) {
     wait_sampled(launch, shared, step);
     const CountedRows rows = rows_of(launch, step);
     const u32 active = rows.mask();
-    if (step >= last_step(shared) || !active) return;
-    begin_step(shared);
+    if (step >= last_step(shared)) return;
+    if (!active) {
+      if (is_fed(launch)) pass_over<Qkv>(phases.consumer);
+      return;
+    }
 #pragma unroll 1
     for (u32 layer = 0; layer <= kLayers; layer++) {
       const u32 tag = tag_of(launch, step) + layer;
       begin_turn(launch, shared, tag);
       const Place place{rows, layer, tag, active, vectors_at(shared, tag)};
       if (layer == kLayers) {
+        leave_rows(shared);
         if (!samples(launch)) return;
         phases.head(place);
         break;
@@ -151,6 +158,9 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
     const u32 active = rows.mask();
     if (step >= last_step(shared) || !active) break;
     if (Epilogue::kSharedSets && epilogue.second() && step > 0) token[0] = load_shared_u32(shared + Shared::token);
+    if (is_fed(launch))
+#pragma unroll
+      for (int c = 0; c < kEpilogueColumns; c++) token[c] = rows.rows[epilogue.column(c)].token;
     if (Epilogue::kSharedSets || !epilogue.second())
       epilogue.embed(token, active, vectors_at(shared, tag_of(launch, step)), tag_of(launch, step));
 #pragma unroll 1
@@ -196,7 +206,9 @@ LP_DEVICE void finish(const Launch& launch, u32 shared, int warp) {
       if (rank_block() == 0) store_system_u32(launch.control + 1, step + 2);
     }
     if (warp == 0) {
-      wait_begun(launch, shared, step);
+      wait_left(launch, shared, step);
+      __syncwarp();
+      if (is_fed(launch) && step + 1 < last_step(shared)) take_rows(launch, shared, step + 1, tag_of(launch, step + 1));
       rows_of(launch, step + 1).count_items();
     }
     if (Epilogue::kSharedSets && lane_index() == 0) store_shared_u32(shared + Shared::token, token[0]);
@@ -237,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) looped_decoder(const _
                      load_relaxed_u32(launch.words + Words::steps + rank_block() * 4) * (kLayers + 1) - launch.epoch);
     fence_mbarrier_init();
   }
-  if (kRanks > 1 && warp == 1) await_ranks(launch);
+  if (kRanks > 1 && warp == 1) await_ranks(launch, launch.epoch);
   __syncthreads();
   if (warp == 0) rows_of(launch, 0).count_items();
   __syncthreads();

@@ -189,7 +189,7 @@ template <Phase PHASE> LP_DEVICE void run(const Launch& captured, Pass& pass, u3
 
 /// Before the steps of a run: what they are to compute.
 extern "C" __global__ void begin(const __grid_constant__ Launch launch, Pass* pass) {
-  if (kRanks > 1 && threadIdx.x < 32) await_ranks(launch);
+  if (kRanks > 1 && threadIdx.x < 32) await_ranks(launch, launch.epoch);
   for (u32 i = threadIdx.x; i < launch.row_count * (sizeof(Row) / 4); i += blockDim.x)
     reinterpret_cast<u32*>(pass->rows)[i] = reinterpret_cast<const u32*>(launch.rows)[i];
   if (threadIdx.x < kColumns)

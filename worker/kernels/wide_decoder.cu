@@ -362,7 +362,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
                          ? load_constant_u32(launch.items + block_index() % kHeadBlocks + threadIdx.x)
                          : 0);
   if (threadIdx.x == 0) note_time(launch, kStream0, 0);
-  if (kRanks > 1 && warp_index() == 1) await_ranks(launch);
+  if (kRanks > 1 && warp_index() == 1) await_ranks(launch, launch.epoch);
   __syncthreads();
   cluster_sync();
   // What both sides need each finds for itself, or the side with fewer registers would keep it in memory for both.

@@ -2,7 +2,7 @@
 #pragma once
 
 /// One row of a pass: one token of one sequence. Rows of a sequence are consecutive, positions ascending; in launches
-/// of several steps it has one.
+/// of several steps it has one, unless the host gives the rows of each step.
 struct Row {
   u32 token, position, slot;
   u32 first_row, first_position;  // of the first row of its sequence in this launch
@@ -31,12 +31,16 @@ struct Launch {
   const u32* page_table;  // [slot][page_stride]
   float* logits;          // [columns][vocab padded to tiles]; of several ranks every rank's, as far from its inbox
   const Row* rows;        // [row_count]
+  // Mapped: [steps][columns], of a launch whose steps have the rows that the host gives when it has the tokens of the
+  // step before: those of the first are `rows`. All sample. Without any the launch ends. Else null.
+  const Row* fed;
   // Attention's items, dealt to the blocks of a KV head (wide/attention_items.cuh); null for narrow passes.
   const u32* items;
   const u32* stopped;     // null, or of a chain: not 0: do nothing
   u64* tokens;            // mapped: [steps][columns] (tag of the step << 32 | token)
   // Mapped. [0], from the host: if not 0, end at a token boundary at most two steps on. [1], to the host: steps that
-  // the launch runs, written once that is known, at the latest when it ends.
+  // the launch runs, written once that is known, at the latest when it ends. [2], from the host: tag of the newest step
+  // whose rows lie in `fed`.
   u32* control;
   u32* report;            // mapped: why a wait failed
   long long* trace;

@@ -22,7 +22,9 @@ LP_DEVICE CountedRows rows_of(const Launch& launch, u32 step) {
   const Rows rows{reinterpret_cast<const Row*>(shared_memory + Shared::rows), launch.row_count, step};
   return CountedRows{rows, shared_address(shared_memory) + Shared::counts + step % 2 * kCountsBytes};
 }
+LP_DEVICE bool is_fed(const Launch& launch) { return kFed && launch.fed != nullptr; }
 LP_DEVICE bool samples(const Launch& launch) {
+  if (is_fed(launch)) return true;  // whichever rows it has by now
   for (u32 r = 0; r < launch.row_count; r++)
     if (rows_of(launch, 0).rows[r].flags & kRowSample) return true;
   return false;
@@ -218,7 +220,8 @@ template <u32 BLOCKS> LP_DEVICE bool choose_tokens(const Launch& launch, const E
     if (column == 0) stopped = shuffle(stop[0], 0) != 0;
     all.over_lanes();
     if constexpr (kRanks > 1) tell_token<BLOCKS>(launch, step, column, all, tag, stopped);
-    if (active >> column & 1 && rows_of(launch, step).rows[column].flags & kRowSample) token[c] = all.id;
+    if (active >> column & 1 && (is_fed(launch) || rows_of(launch, step).rows[column].flags & kRowSample))
+      token[c] = all.id;
   }
   if constexpr (kRanks > 1) stopped = hear_tokens(launch, epilogue, step, active, tag, token);
   fence_tokens(launch);  // token words before K and V of this step are read, and its logits

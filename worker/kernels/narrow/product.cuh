@@ -216,4 +216,21 @@ template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer&
   });
 }
 
+/// Takes this warp's chunks of a product and gives them back: they were streamed for a step that is not.
+template <class P> LP_DEVICE void pass_over(Consumer& consumer) {
+  static_assert(P::ways == 1, "a warp has its leaf of all tiles, or none");
+  if (consumer.warp >= P::workers) return;
+  const int end = P::first_tile(rank_block() + 1);
+#pragma unroll 1
+  for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
+    const int chunks = tile + 1 < end ? chunks_of<P, 2>() : chunks_of<P, 1>();
+#pragma unroll 1
+    for (int i = 0; i < chunks; i++, consumer.next += kRingWarps) {
+      const u32 chunk = consumer.next + consumer.turn();
+      consumer.wait(chunk);
+      consumer.release(chunk, false);
+    }
+  }
+}
+
 }  // namespace narrow

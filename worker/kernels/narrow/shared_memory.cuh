@@ -51,10 +51,10 @@ struct Shared {
   static constexpr u32 partials_empty = partials_full + 16;
   // [quad][2 groups][warp] addresses of the warps' attention leaves.
   static constexpr u32 leaves = partials_empty + 16;
-  // Completes a phase once a step's tokens are known.
+  // Completes a phase once a step's tokens are known, and the next step's rows.
   static constexpr u32 sampled = leaves + kWarps * 8;
   static constexpr u32 begun = sampled + 8, opened = begun + 8;               // turns, see turns.cuh
-  // Completes a phase once all warps but the epilogue's have begun a step (kIdleBlocks).
+  // Completes a phase once all warps but the epilogue's have left the rows of a step (kIdleBlocks).
   static constexpr u32 stepped = opened + 8;
   static constexpr u32 last_step = stepped + (kIdleBlocks ? 8 : 0);            // steps to run
   // Turns of all launches before this one, less its epoch.

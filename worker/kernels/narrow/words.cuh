@@ -11,6 +11,8 @@
 //                        and each of the block's 16 warps contributes a leaf to each tile.
 //   attention            Merges need all leaves, o needs all merges, the next x needs all of o.
 //   token                A block reads token words before its part of the next step, which all later token words need.
+//   rows (fed)           A block reads them before its part of a turn of their step. Block 0 writes the next ones once
+//                        the tokens of that step are known, after all blocks have passed such a turn (below).
 // A block without tiles in a phase reads nothing in it. A block without any tiles (kIdleBlocks) has no part in a step,
 // so there steps take turns at two buffers of token words. Such a block offers its words of step s + 1 after it has
 // read those of step s. The words of step s + 2, the next in the same place, come after the words of step s + 1 of all
@@ -45,6 +47,8 @@
 namespace narrow {
 
 constexpr bool kTaggedVectors = kColumns == 1;
+/// Whether the host may give the rows of each step (Launch::fed), as it does where it drafts.
+constexpr bool kFed = kColumns > 1;
 
 /// A vector in LEAVES leaves of STEPS k blocks. Tagged: [k block][t] words. Otherwise a leaf is rows of 512 bytes,
 /// which a warp reads by one load each, 16 bytes a lane: [pair of k blocks][column][t][of the pair] words, and then,
@@ -87,8 +91,11 @@ struct Words {
   static constexpr u64 qkv = (steps + kBlocks * 4 + 15) / 16 * 16;
   static constexpr int qkv_tiles = (kQueriesPerKv + 2) * kDimTiles;
   static constexpr u64 token = qkv + (u64)kKvHeads * kColumns * qkv_tiles * 64;       // [buffer][column][blocks]
+  // [column][2], the rows of a step of a fed launch: {token, position, tag, slot}, {first_position, first_row, tag,
+  // last_position}.
+  static constexpr u64 rows = token + (u64)kTokenBuffers * kColumns * kBlocks * 16;
   // [item][query heads][dim tiles][8], as many items as a launch may have.
-  static constexpr u64 page = token + (u64)kTokenBuffers * kColumns * kBlocks * 16;
+  static constexpr u64 page = rows + (kFed ? kColumns * 32 : 0);
   static constexpr u64 page_bytes = (u64)kQueriesPerKv * kDimTiles * 128;
 };
 static_assert(Words::steps < 1ull << 32, "vectors are addressed with 32 bits");

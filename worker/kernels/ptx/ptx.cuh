@@ -282,6 +282,12 @@ LP_DEVICE u32 load_system_u32(const u32* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+/// Orders what the writer of the value did before it, before all that the thread does next (system).
+LP_DEVICE u32 load_acquire_system_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 LP_DEVICE void store_system_u32(u32* p, u32 v) {
   asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -22,8 +22,8 @@ constexpr Clocks kBlocksWaitLimit = 2 * kWaitLimit;
 constexpr Clocks kBlocksWaitLimit = kWaitLimit;
 #endif
 constexpr Clocks kWithinWaitLimit = kBlocksWaitLimit + kWaitLimit;
-/// Clocks that a rank waits for the others to begin a launch, about 10 s: their hosts put it one after the other, and
-/// one may be late.
+/// Clocks that a rank waits for the others to begin a launch, or for its host to give rows, about 10 s: a host may be
+/// late.
 constexpr long long kStartLimit = 20000000000 * LP_PATIENCE;
 
 /// Where a wait is; named in worker/src/cuda/kernels/launch.rs. The sampler's: in the order of sampling::Kind.
@@ -36,6 +36,7 @@ enum Site : u32 {
   kSiteSamplerTopList,
   kSiteTurns = 27, kSiteBegun, kSiteOpened,
   kSiteSums = 30, kSiteEmbedding, kSiteRankTokens, kSiteRankX, kSiteRanksBegun, kSiteStepped, kSiteRanksMet,
+  kSiteFed,
 };
 
 /// No rank is at fault.

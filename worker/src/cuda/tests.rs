@@ -2,6 +2,7 @@
 
 mod compiles;
 mod fabric;
+mod fed;
 mod formats;
 mod full_size;
 mod gpu;

@@ -21,6 +21,8 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define LP_DEVICE inline
+#define __device__
+#define __noinline__
 struct alignas(16) Quad {
   u32 x, y, z, w;
 };
@@ -153,6 +155,13 @@ inline void store_system_16(u8* p, u32 x, u32 y, u32 z, u32 w) {
   stumble();
   __atomic_store_n((unsigned __int128*)p, __builtin_bit_cast(unsigned __int128, (Quad{x, y, z, w})), __ATOMIC_RELAXED);
 }
+inline u32 load_system_u32(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+inline u32 load_acquire_system_u32(const u32* p) {
+  stumble();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void store_system_u32(u32* p, u32 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+inline void store_system_u64(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 /// Ordinary stores: a race with whoever is not ordered behind them.
 inline void store_16(u8* p, const Quad& v) {
   stumble();

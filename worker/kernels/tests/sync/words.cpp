@@ -2,8 +2,8 @@
 // ThreadSanitizer: what a warp takes is what this step and layer wrote, and zeros that clear a set are ordered between
 // the last read of what was there and the next word. A thread is a warp, its lanes one after the other. Nothing but
 // turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer;
-// there a warp more, as the producer is, reads nothing but the step's items. Negative controls: `-DLP_KEEP_WORDS`
-// clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not
+// there a warp more, as the producer is, reads nothing but the step's rows and items. In some passes a host gives the
+// rows of each step once it has the tokens of the one before. Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not
 // open; `-DLP_FALL_BEHIND` lets steps end that a warp has not begun. See run.sh.
 #include "emulated.h"
 
@@ -14,6 +14,7 @@
 #include "../../layout/inbox.cuh"
 #include "../../sync/wait.cuh"
 #include "../../ops/ranks.cuh"
+#include "../../sync/start.cuh"
 #include "../../ops/tree_sum.cuh"
 #include "../../ops/values.cuh"
 #include "../../ops/weights.cuh"
@@ -32,14 +33,18 @@ constexpr u32 kReaders = 2;        // consumer warps: each takes every other lea
 constexpr u32 kBlockBytes = sizeof(shared_bytes) / 4;
 static_assert(kBlocks <= 4 && kColumns == 8);
 
-/// Rows 1, 3, 5 .. idle after step `shortest`. `stop`: the step that sees the host's wish to end.
+/// Rows 1, 3, 5 .. idle after step `shortest`. `stop`: the step that sees the host's wish to end. Fed: the host gives
+/// the rows of the steps up to `shortest`, then none.
 struct Pass {
   u32 row_count, steps, shortest, stop;
-  bool sampling;
+  bool sampling, fed = false;
 };
 constexpr u32 kNever = ~0u;
-constexpr Pass kPasses[] = {{3, 5, 1, kNever, true}, {8, 1, 0, kNever, false}, {1, 1, 0, kNever, true},
-                            {6, 9, 3, 2, true},      {2, 1, 0, kNever, false}, {4, 4, 9, kNever, true}};
+constexpr Pass kPasses[] = {{3, 5, 1, kNever, true},       {8, 1, 0, kNever, false}, {1, 1, 0, kNever, true},
+                            {6, 9, 3, 2, true},            {8, 7, 4, kNever, true, true}, {2, 1, 0, kNever, false},
+                            {8, 5, 9, 2, true, true},      {4, 4, 9, kNever, true},  {8, 3, 9, kNever, true, true}};
+/// Whether a row computes in a step of a fed pass.
+constexpr bool is_given(u32 row, u32 step) { return row == 0 || (row + step) % 3 == 0; }
 
 enum Kind : u32 { kAttentionX, kAttentionOut, kMlpX, kActivation };
 /// What word t of (k block, column) should hold: four small numbers, which are exact as bf16.
@@ -67,7 +72,7 @@ struct Role {
     for (u32 l = 0; l < 32; l++) lane(l), f();
     lane(0);
   }
-  Rows rows(u32 step) const { return Rows{launch.rows, launch.row_count, step}; }
+  Rows rows(u32 step) const { return Rows{(const Row*)(shared_bytes + shared + Shared::rows), launch.row_count, step}; }
   u32 tag(u32 step) const { return launch.epoch + step * (kLayers + 1); }
   /// Whether the block has tiles of a product; of q, k and v if of o.
   template <class P> static bool has() { return Epilogue::sets<P>() > 0; }
@@ -77,16 +82,20 @@ struct Role {
     wait_sampled(launch, shared, step);
     return may_begin(step);
   }
-  bool may_begin(u32 step) const { return step < load_shared_u32(shared + Shared::last_step) && rows(step).mask(); }
+  bool is_before_last(u32 step) const { return step < load_shared_u32(shared + Shared::last_step); }
+  bool may_begin(u32 step) const { return is_before_last(step) && rows(step).mask(); }
   u32 items(u32 step) const { return shared + Shared::counts + step % 2 * kColumns * kCountBytes; }
 
   // ---- the producer of a block without tiles ----
   void idle() {
-    for (u32 step = 0; may_begin(step); step++) {
+    for (u32 step = 0; pass.fed ? is_before_last(step) : may_begin(step); step++) {
       wait_sampled(launch, shared, step);
-      begin_step(shared);
+      if (pass.fed && !rows(step).mask()) return;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
       if (load_shared_u32(items(step)) != serial + step) wrong++;
+      for (u32 row = 0; pass.fed && row < kColumns; row++)
+        if (rows(step).active(row) != is_given(row, step)) wrong++;
+      leave_rows(shared);
     }
   }
 
@@ -128,12 +137,12 @@ struct Role {
   void consume() {
     Partials partials(launch, shared);
     for (u32 step = 0; begins(step); step++) {
-      begin_step(shared);
       const u32 active = rows(step).mask();
       for (u32 layer = 0; layer <= kLayers; layer++) {
         begin(tag(step) + layer);
         const auto expected = [&](Kind kind) { return Expected{serial + step, layer, kind}; };
         const u32 at = vectors_at(shared, tag(step) + layer);
+        if (layer == kLayers) leave_rows(shared);
         if (layer == kLayers && !pass.sampling) return;
         if (layer == kLayers ? heads() : has<O>())
           take<HiddenVector, kHiddenLeaves, kHiddenSteps, true>(expected(kAttentionX), at + Vectors::attention_x,
@@ -235,7 +244,11 @@ struct Role {
       const bool stopped = exchange_tokens(epilogue, step, active);
       if (number == 0 && stopped) store_shared_u32(shared + Shared::last_step, step + 2);
       if (number == 0) {
-        wait_begun(launch, shared, step);
+        if (blockIdx.x == 0) store_system_u64(launch.tokens, tag(step));
+        wait_left(launch, shared, step);
+        if (pass.fed && is_before_last(step + 1)) {
+          each_lane([&] { take_rows(launch, shared, step + 1, tag(step + 1)); });
+        }
         store_shared_u32(items(step + 1), serial + step + 1);
       }
       mbarrier_arrive(shared + Shared::sampled);
@@ -253,8 +266,15 @@ int main() {
   u32 epoch = 1, serial = 0;
   for (const Pass& pass : kPasses) {
     Row rows[kColumns] = {};
-    for (u32 r = 0; r < pass.row_count; r++) rows[r].last_position = r % 2 ? pass.shortest : pass.steps;
+    for (u32 r = 0; r < pass.row_count; r++) {
+      rows[r].position = pass.fed && !is_given(r, 0);
+      rows[r].last_position = pass.fed ? 0 : r % 2 ? pass.shortest : pass.steps;
+    }
+    std::vector<Row> given(pass.steps * kColumns);
+    u64 tokens = 0;
+    u32 control[3] = {};
     Launch launch{};
+    launch.fed = pass.fed ? given.data() : nullptr, launch.tokens = &tokens, launch.control = control;
     launch.words = aligned, launch.report = report, launch.rows = rows, launch.row_count = pass.row_count;
     launch.steps = pass.steps, launch.epoch = epoch;
     std::vector<std::thread> threads;
@@ -265,6 +285,7 @@ int main() {
         mbarrier_init(shared + Shared::partials_empty + 8 * i, kEpilogueWarps);
       }
       begin_steps(shared, kReaders + 1);
+      std::memcpy(shared_bytes + shared + Shared::rows, rows, sizeof(rows));
       store_shared_u32(shared + Shared::counts, serial);
       store_shared_u32(shared + Shared::last_step, pass.steps);
       begin_turns(shared);
@@ -284,6 +305,15 @@ int main() {
           else if (idle) role.idle();
           else role.finish();
         });
+    }
+    for (u32 step = 1; pass.fed && step <= pass.shortest + 1 && step < pass.steps && step - 1 <= pass.stop; step++) {
+      while (__atomic_load_n(&tokens, __ATOMIC_ACQUIRE) != epoch + (step - 1) * (kLayers + 1)) stumble();
+      for (u32 r = 0; r < kColumns; r++) {
+        Row& row = given[step * kColumns + r];
+        row.position = step;
+        row.last_position = step <= pass.shortest && is_given(r, step) ? step : 0;
+      }
+      __atomic_store_n(control + 2, epoch + step * (kLayers + 1), __ATOMIC_RELEASE);
     }
     for (std::thread& thread : threads) thread.join();
     epoch += pass.steps * (kLayers + 1);

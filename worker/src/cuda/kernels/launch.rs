@@ -20,7 +20,7 @@ const NOBODY: u32 = u32::MAX;
 pub const NO_TOKEN: u32 = u32::MAX;
 
 /// One row of a launch: one token of one sequence. Rows of a sequence are next to each other, positions ascending; in
-/// launches of several steps it has one.
+/// launches of several steps it has one, unless the host gives the rows of each step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct Row {
@@ -40,6 +40,20 @@ pub struct Row {
     pub last_position: u32,
     /// 0
     pub reserved: u32,
+}
+
+impl Row {
+    /// Computes nothing.
+    pub const IDLE: Self = Self {
+        token: 0,
+        position: 1,
+        slot: 0,
+        first_row: 0,
+        first_position: 1,
+        flags: 0,
+        last_position: 0,
+        reserved: 0,
+    };
 }
 
 /// The kernel's parameter. Addresses are the GPU's.
@@ -72,6 +86,9 @@ pub struct Launch {
     pub logits: u64,
     /// `[row_count]` [`Row`]
     pub rows: u64,
+    /// Mapped, of a launch whose host gives the rows of each step behind the first: `[steps][columns]` [`Row`], which
+    /// all sample, or idle. Without any that sample the launch ends. Else 0.
+    pub fed: u64,
     /// Of wide passes: [`super::deal::Deal::of`] these rows. Else 0.
     pub items: u64,
     /// Of a chain: u32, not 0 once its launches are to do nothing. Else 0.
@@ -79,7 +96,7 @@ pub struct Launch {
     /// Mapped: `[steps][columns]` of the step's tag << 32 | token.
     pub tokens: u64,
     /// Mapped: `[0]` set by the host to end the launch; `[1]` steps that it runs, once that is known; at the latest
-    /// when it ends.
+    /// when it ends; `[2]` from the host: tag of the newest step whose rows lie in `fed`.
     pub control: u64,
     /// Mapped: [`REPORT_WORDS`] words, why a wait failed.
     pub report: u64,
@@ -167,9 +184,10 @@ pub fn site_name(site: u32) -> &'static str {
         31 => "a row of the embedding, from the rank that has it",
         32 => "the best tokens of all ranks",
         33 => "the residual's columns that other ranks have",
-        34 => "all ranks to begin the launch",
+        34 => "all ranks to begin the launch, or a step whose rows hosts give",
         35 => "its warps to begin a step",
         36 => "all ranks to come as far in a pass",
+        37 => "the rows of a step, from its host",
         _ => "an unnamed site",
     }
 }
@@ -180,7 +198,7 @@ mod tests {
 
     #[test]
     fn structs_are_as_long_as_the_kernels() {
-        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 19 * 8 + 8 * 4 + 16 * 8));
+        assert_eq!((size_of::<Row>(), size_of::<Launch>()), (32, 20 * 8 + 8 * 4 + 16 * 8));
     }
 
     #[test]
@@ -192,7 +210,7 @@ mod tests {
             number = site.split_once('=').map_or(number + 1, |(_, value)| value.trim().parse().unwrap());
             assert_ne!(site_name(number), "an unnamed site", "{site} ({number})");
         }
-        assert_eq!(number, 36);
+        assert_eq!(number, 37);
     }
 
     #[test]

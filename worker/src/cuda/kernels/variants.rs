@@ -123,6 +123,8 @@ pub enum LoopMode {
 
 /// All, by columns ascending.
 pub const VARIANTS: [Variant; 4] = [narrow(1, 3360), narrow(8, 3630), wide(32, 4540), wide(64, 5480)];
+/// Columns of the kernel whose launches may be given rows step by step: `kFed` in kernels/narrow/words.cuh.
+pub const FED_COLUMNS: usize = 8;
 /// Most rows of a matrix pass: of Llama 3.1 8B more gain nothing.
 const MATRIX_COLUMNS: usize = 2048;
 /// Rows that matrix passes compute together.

@@ -20,7 +20,7 @@ use crate::cuda::kernels::launch::{Launch, NO_TOKEN, Report, Row, site_name};
 use crate::cuda::kernels::matrix::Matrix;
 use crate::cuda::kernels::sizes::{MOST_STEPS, Sizes};
 use crate::cuda::kernels::unlooped::UNLOOPED_STEPS;
-use crate::cuda::kernels::variants::{LoopMode, Width};
+use crate::cuda::kernels::variants::{FED_COLUMNS, LoopMode, Width};
 use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::draw::Sampler;
 use crate::cuda::sampler::launch::SamplerLaunch;
@@ -126,6 +126,9 @@ pub struct Engine {
     /// Matrix passes compute whatever they can.
     #[cfg(test)]
     pub(in crate::cuda) matrix_only: bool,
+    /// What tests want of fed launches.
+    #[cfg(test)]
+    pub(in crate::cuda) feeding: Arc<Feeding>,
     loop_mode: LoopMode,
     /// Others, while somebody measures.
     pub(in crate::cuda) gauged: Option<Gauged>,
@@ -179,7 +182,7 @@ impl Engine {
         let widths: Vec<Width> = widths.chain(matrix.as_ref().map(|matrix| matrix.width)).collect();
         let products = matrix.as_ref().map(Matrix::products);
         let passes = Passes::new(&widths, sizes.max_batch_tokens, sizes.attention).by(products);
-        let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()))?;
+        let mailbox = Mailbox::new(&gpu, sizes.ring(passes.columns()), MOST_STEPS * FED_COLUMNS)?;
         fn pinned<T: bytemuck::Pod>(gpu: &Arc<Gpu>, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
             PinnedBuffer::zeroed(gpu, len)
         }
@@ -195,6 +198,8 @@ impl Engine {
             matrix,
             #[cfg(test)]
             matrix_only: false,
+            #[cfg(test)]
+            feeding: Arc::default(),
             loop_mode,
             gauged: None,
             ties: None,
@@ -302,6 +307,11 @@ impl Engine {
         }
     }
 
+    /// How the phases of the next step become launches.
+    fn mode(&self) -> LoopMode {
+        self.gauged.as_ref().map_or(self.loop_mode, Gauged::mode)
+    }
+
     /// Leaves the core to others while nothing can have come.
     fn pace(&self) {
         let sleep = (self.expected / 100 * SLEEP_PERCENT).saturating_sub(self.since.elapsed());
@@ -317,7 +327,7 @@ impl Launcher for Engine {
     }
 
     fn most_steps(&self) -> u32 {
-        match self.gauged.as_ref().map_or(self.loop_mode, Gauged::mode) {
+        match self.mode() {
             LoopMode::On => MOST_STEPS as u32,
             LoopMode::Off | LoopMode::Overlapped => UNLOOPED_STEPS,
         }
@@ -360,6 +370,23 @@ impl Launcher for Engine {
     fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault> {
         self.renew_tags(steps)?;
         self.put(rows, steps, draws).map_err(|error| self.failed(error))
+    }
+
+    fn feeds(&self, rows: &[Row]) -> bool {
+        let fed = |kernel: usize| self.kernels[kernel].variant.columns() == FED_COLUMNS;
+        self.mode() == LoopMode::On && rows.len() <= FED_COLUMNS && self.kernel_of(rows, 1).is_some_and(fed)
+    }
+
+    fn launch_fed(&mut self, rows: &[Row], steps: u32) -> Result<usize, Fault> {
+        self.renew_tags(steps)?;
+        self.put_fed(rows, steps).map_err(|error| self.failed(error))
+    }
+
+    fn feed(&mut self, launch: usize, step: u32, rows: &[Row]) {
+        #[cfg(test)]
+        self.feeding.feed();
+        let tag = self.launches[launch].tag(self.sizes.layers, step);
+        self.mailbox.feed(step as usize * FED_COLUMNS, &put::fed_rows(rows), tag);
     }
 
     fn launch_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, Fault> {
@@ -445,6 +472,24 @@ impl Launcher for Engine {
             Some(top) => self.mailbox.logprobs(index).of(token, top),
             None => Sampled { token, logprob: None, top: Vec::new() },
         }
+    }
+}
+
+/// How fed launches are fed under test.
+#[cfg(test)]
+#[derive(Debug, Default)]
+pub struct Feeding {
+    /// Steps that were given rows.
+    pub steps: std::sync::atomic::AtomicUsize,
+    /// How late the next of them is.
+    pub late: std::sync::Mutex<Duration>,
+}
+
+#[cfg(test)]
+impl Feeding {
+    fn feed(&self) {
+        self.steps.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        std::thread::sleep(std::mem::take(&mut *self.late.lock().expect("a duration")));
     }
 }
 

@@ -2,10 +2,12 @@
 //!
 //! A step of sequences that only decode runs as one launch of as many steps as the plan has left: the host follows its
 //! tokens, and asks it to stop when a newer plan is there, nobody is left, or tokens were drafted that are worth their
-//! rows. Any other step is a launch for each of its passes ([`super::passes`]), a later launch seeing K and V of the
-//! earlier ones; so is one with drafts, and those soon after, for which a launch would have to be stopped; and one with
-//! rows that grammars hold, whose masks the host hands to the sampler while the decoder computes. Where all rows want
-//! the largest logit and nothing more the decoder draws, else the sampler does.
+//! rows. Steps with drafts are a launch of many steps, too, where they have few rows and the decoder draws: it waits
+//! between two steps until the host gives it the next one's rows (*fed*). Any other step is a launch for each of its
+//! passes ([`super::passes`]), a later launch seeing K and V of the earlier ones; so are those soon after one with
+//! drafts, for which a launch would have to be stopped; and those with rows that grammars hold, whose masks the host
+//! hands to the sampler while the decoder computes. Where all rows want the largest logit and nothing more the decoder
+//! draws, else the sampler does.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -96,6 +98,16 @@ pub trait Launcher: Send {
     /// none is under way.
     fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault>;
 
+    /// Whether the rows, all of which sample, are a step of a fed launch.
+    fn feeds(&self, rows: &[Row]) -> bool;
+
+    /// Puts a launch of at most so many steps, which the decoder draws: `rows` are those of the first, and each other
+    /// begins when it is fed its own. None is under way.
+    fn launch_fed(&mut self, rows: &[Row], steps: u32) -> Result<usize, Fault>;
+
+    /// Gives a fed launch the rows of a step, once the step before has its tokens. Without any it ends.
+    fn feed(&mut self, launch: usize, step: u32, rows: &[Row]);
+
     /// Puts two launches of a step each, which [`Passes::pair`] and neither of which is masked, and returns the number
     /// of the second.
     fn launch_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, Fault>;
@@ -163,9 +175,12 @@ impl<L: Launcher> LoopedDecoder<L> {
                 Boundary::Step => {
                     // Ranks begin a launch together: in it their waits for each other are short.
                     self.launcher.agree(plans.newest())?;
-                    match self.loops() {
-                        true => self.many_steps(plans, outcomes)?,
-                        false => self.one_step(outcomes)?,
+                    if self.loops() {
+                        self.many_steps(plans, outcomes)?;
+                    } else if let Some(rows) = self.fed_rows() {
+                        self.fed_steps(rows, plans, outcomes)?;
+                    } else {
+                        self.one_step(outcomes)?;
                     }
                     agreed = self.launcher.agree(plans.newest())?;
                 }
@@ -192,8 +207,7 @@ impl<L: Launcher> LoopedDecoder<L> {
     /// Whether the step, and those after it, can run as one launch.
     fn loops(&self) -> bool {
         let step = self.batch.step();
-        let held = || step.samples.iter().any(|row| self.grammars.holds(&self.batch, *row));
-        if step.drafted > 0 || self.since_drafts < SOON_AFTER_DRAFTS || held() {
+        if step.drafted > 0 || self.since_drafts < SOON_AFTER_DRAFTS || self.is_held() {
             return false;
         }
         let steps = self.batch.steps_left().min(self.launcher.most_steps());
@@ -204,6 +218,22 @@ impl<L: Launcher> LoopedDecoder<L> {
         };
         step.samples.len() == step.rows.len()
             && self.launcher.passes().hold(&step.rows.iter().map(last).collect::<Vec<_>>())
+    }
+
+    /// Whether a grammar holds a row of the step.
+    fn is_held(&self) -> bool {
+        self.batch.step().samples.iter().any(|row| self.grammars.holds(&self.batch, *row))
+    }
+
+    /// The rows of the step, if it is one of a fed launch. All ranks find the same.
+    fn fed_rows(&self) -> Option<Vec<Row>> {
+        let step = self.batch.step();
+        let all_sample = !step.rows.is_empty() && step.samples.len() == step.rows.len();
+        if !all_sample || self.sampled(0..step.rows.len()) || self.is_held() {
+            return None;
+        }
+        let rows = device_rows(&step.rows, |_| false);
+        self.launcher.feeds(&rows).then_some(rows)
     }
 
     /// Whether the sampler has to draw for some of the rows.
@@ -235,7 +265,7 @@ impl<L: Launcher> LoopedDecoder<L> {
                 slots.map(|slot| self.launcher.sampled(launch, step, row_of(slot), self.batch.slot(slot).logprobs()));
             let sampled: Vec<Sampled> = sampled.collect();
             let now = Instant::now();
-            self.complete(sampled, now - std::mem::replace(&mut since, now), outcomes)?;
+            outcomes.send(self.complete(sampled, now - std::mem::replace(&mut since, now))?)?;
             if !stopped && (superseded() || self.batch.step().drafted > 0) {
                 // Steps that run before the kernel sees it still count.
                 self.launcher.stop();
@@ -243,6 +273,32 @@ impl<L: Launcher> LoopedDecoder<L> {
             }
         }
         self.launcher.stop();
+        self.launcher.finish()
+    }
+
+    /// Steps with drafts, the first of these rows.
+    fn fed_steps(&mut self, rows: Vec<Row>, plans: &PlanSource, outcomes: &OutcomeSink) -> Result<(), Fault> {
+        let mut since = Instant::now();
+        let steps = self.batch.steps_left().min(self.launcher.most_steps());
+        let launch = self.launcher.launch_fed(&rows, steps)?;
+        let version = self.batch.version();
+        let superseded = || plans.newest() > version;
+        let mut rows = Some(rows);
+        for step in 0..steps {
+            let Some(of_step) = rows else { break };
+            if !self.launcher.wait_step(launch, step, &superseded)? {
+                break;
+            }
+            let sampled = (0..of_step.len()).map(|row| self.launcher.sampled(launch, step, row, None)).collect();
+            let now = Instant::now();
+            let outcome = self.complete(sampled, now - std::mem::replace(&mut since, now))?;
+            rows = self.fed_rows();
+            // The GPU waits for it; the server does not.
+            if step + 1 < steps {
+                self.launcher.feed(launch, step + 1, rows.as_deref().unwrap_or(&[]));
+            }
+            outcomes.send(outcome)?;
+        }
         self.launcher.finish()
     }
 
@@ -283,7 +339,7 @@ impl<L: Launcher> LoopedDecoder<L> {
         if masked {
             self.masked_step = took;
         }
-        self.complete(sampled, took, outcomes)
+        outcomes.send(self.complete(sampled, took)?)
     }
 
     /// A pass of the step as it is launched.
@@ -367,13 +423,8 @@ impl<L: Launcher> LoopedDecoder<L> {
         Ok(())
     }
 
-    /// Moves the batch on by a step, and reports it.
-    fn complete(
-        &mut self,
-        sampled: Vec<Sampled>,
-        step_time: std::time::Duration,
-        outcomes: &OutcomeSink,
-    ) -> Result<(), Fault> {
+    /// Moves the batch on by a step, and says what came of it.
+    fn complete(&mut self, sampled: Vec<Sampled>, step_time: Duration) -> Result<Outcome, Fault> {
         if let Some(token) = sampled.iter().map(|of| of.token).find(|token| *token == NO_TOKEN) {
             let problem = format!("the kernel drew {token} for a row that it was to compute");
             return Err(Fault::Broken { rank: self.rank, problem });
@@ -402,7 +453,7 @@ impl<L: Launcher> LoopedDecoder<L> {
         let held =
             !outcome.drafted.is_empty() && outcome.tokens.windows(2).any(|pair| pair[0].sequence == pair[1].sequence);
         self.since_drafts = if held { 0 } else { self.since_drafts.saturating_add(1) };
-        outcomes.send(outcome)
+        Ok(outcome)
     }
 }
 

@@ -1,5 +1,5 @@
-//! Memory of the host that a kernel reads and writes while it runs: tokens out, a wish to stop in, and why a wait
-//! failed.
+//! Memory of the host that a kernel reads and writes while it runs: tokens out, rows and a wish to stop in, and why a
+//! wait failed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::cuda::device::gpu::Gpu;
 use crate::cuda::device::memory::PinnedBuffer;
 use crate::cuda::error::CudaError;
-use crate::cuda::kernels::launch::{REPORT_WORDS, Report};
+use crate::cuda::kernels::launch::{REPORT_WORDS, Report, Row};
 use crate::cuda::sampler::launch::RowLogprobs;
 
 /// Places of `control`.
 const STOP: usize = 0;
 const STEPS_RUN: usize = 1;
+const FED: usize = 2;
 
 /// What launches under way and the host tell each other. No reference to the memory is ever taken, only atomic
 /// accesses.
@@ -23,21 +24,25 @@ pub struct Mailbox {
     logprobs: PinnedBuffer<RowLogprobs>,
     control: PinnedBuffer<u32>,
     report: PinnedBuffer<u32>,
-    /// Addresses of the four on the GPU.
-    mapped: [u64; 4],
+    /// Of a launch's steps.
+    rows: PinnedBuffer<Row>,
+    /// Addresses of tokens, control, report, log-probabilities and rows on the GPU.
+    mapped: [u64; 5],
 }
 
 impl Mailbox {
-    /// Room for `tokens` tokens.
+    /// Room for `tokens` tokens, and as many `rows` of the steps of a launch.
     ///
     /// # Errors
     /// There is not so much memory that can be locked.
-    pub fn new(gpu: &Arc<Gpu>, tokens: usize) -> Result<Self, CudaError> {
+    pub fn new(gpu: &Arc<Gpu>, tokens: usize, rows: usize) -> Result<Self, CudaError> {
         let (tokens, logprobs) = (PinnedBuffer::zeroed(gpu, tokens)?, PinnedBuffer::zeroed(gpu, tokens)?);
-        let (control, report) = (PinnedBuffer::zeroed(gpu, 2)?, PinnedBuffer::zeroed(gpu, REPORT_WORDS)?);
+        let (control, report) = (PinnedBuffer::zeroed(gpu, 3)?, PinnedBuffer::zeroed(gpu, REPORT_WORDS)?);
+        let rows = PinnedBuffer::zeroed(gpu, rows)?;
+        let [of_tokens, of_logprobs] = [tokens.device_address()?, logprobs.device_address()?];
         let mapped =
-            [tokens.device_address()?, control.device_address()?, report.device_address()?, logprobs.device_address()?];
-        Ok(Self { tokens, logprobs, control, report, mapped })
+            [of_tokens, control.device_address()?, report.device_address()?, of_logprobs, rows.device_address()?];
+        Ok(Self { tokens, logprobs, control, report, rows, mapped })
     }
 
     /// Address of a token on the GPU.
@@ -60,6 +65,22 @@ impl Mailbox {
         self.mapped[2]
     }
 
+    /// Address on the GPU of the rows that the host gives.
+    pub fn rows_address(&self) -> u64 {
+        self.mapped[4]
+    }
+
+    /// Gives a launch the rows of its step with this tag, from place `first` on.
+    #[allow(unsafe_code)]
+    pub fn feed(&self, first: usize, rows: &[Row], tag: u32) {
+        for (place, row) in rows.iter().enumerate() {
+            // SAFETY: the place is in the buffer; the kernel reads it behind the store below.
+            unsafe { self.rows.pointer(first + place).write_volatile(*row) };
+        }
+        // Release: the rows are there.
+        store_u32(&self.control, FED, tag);
+    }
+
     /// Before a launch that writes token `index` with `tag`: whatever an earlier one left there is not taken for it.
     pub fn expect(&self, index: usize, tag: u32) {
         store_u64(&self.tokens, index, u64::from(!tag) << 32);
@@ -80,8 +101,9 @@ impl Mailbox {
         unsafe { self.logprobs.pointer(index).read_volatile() }
     }
 
-    /// Before launches: none is to stop, none has run a step.
+    /// Before launches: none is to stop, none has run a step, none was given rows (tags begin at 1).
     pub fn start_over(&self) {
+        store_u32(&self.control, FED, 0);
         store_u32(&self.control, STOP, 0);
         store_u32(&self.control, STEPS_RUN, 0);
     }

@@ -28,14 +28,14 @@ const CONTEXT: usize = 1536;
 const VOCAB: usize = 2048;
 const CHUNKS: [usize; 20] = [1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300];
 
-fn shape(hidden_size: usize, heads: (usize, usize, usize), intermediate: usize) -> ModelConfig {
+pub(super) fn shape(hidden_size: usize, heads: (usize, usize, usize), intermediate: usize) -> ModelConfig {
     let (heads, kv_heads, head_dim) = heads;
     let shape = crate::plan::tests::config(heads, kv_heads, intermediate, VOCAB);
     ModelConfig { hidden_size, head_dim, max_positions: CONTEXT, ..shape }
 }
 
 /// SmolLM 135M: 36 row tiles of the hidden state, 3 query heads of a KV head.
-fn smol() -> ModelConfig {
+pub(super) fn smol() -> ModelConfig {
     ModelConfig { tied_embeddings: true, ..shape(576, (9, 3, 64), 1536) }
 }
 
@@ -450,21 +450,20 @@ fn drafts_touch_no_token() {
 }
 
 /// A model whose LM head repeats its first rows, so that a logit is there several times.
-struct Echo(RandomSource);
-
-impl Echo {
+pub(super) struct Echo {
+    pub(super) of: RandomSource,
     /// Rows of the LM head that differ.
-    const ROWS: usize = 677;
+    pub(super) rows: usize,
 }
 
 impl Source for Echo {
     fn read(&self, tensor: Tensor, rows: Range<usize>, columns: Range<usize>, out: &mut [bf16]) {
         if tensor != Tensor::LmHead {
-            return self.0.read(tensor, rows, columns, out);
+            return self.of.read(tensor, rows, columns, out);
         }
         for (row, out) in rows.zip(out.chunks_exact_mut(columns.len())) {
-            let row = row % Self::ROWS;
-            self.0.read(tensor, row..row + 1, columns.clone(), out);
+            let row = row % self.rows;
+            self.of.read(tensor, row..row + 1, columns.clone(), out);
         }
     }
 
@@ -472,6 +471,9 @@ impl Source for Echo {
         out.fill(1.0);
     }
 }
+
+/// Rows of the LM head that differ, where a model has logits several times.
+const ECHO_ROWS: usize = 677;
 
 /// A row of a chain: slot, token, position, steps up to its last.
 type ChainRow = (u32, u32, u32, u32);
@@ -506,7 +508,8 @@ fn passes_choose_the_tokens_that_the_sampler_draws() {
     const SLOTS: usize = 512;
     // Not whole tiles of the LM head.
     let config = ModelConfig { max_positions: 128, vocab_size: 2041, ..shape(576, (9, 3, 64), 1536) };
-    let echo: Arc<dyn Source + Send> = Arc::new(Echo(RandomSource { config: config.clone(), seed: 3 }));
+    let echo: Arc<dyn Source + Send> =
+        Arc::new(Echo { of: RandomSource { config: config.clone(), seed: 3 }, rows: ECHO_ROWS });
     for (source, echoes) in [(random(&config), false), (echo, true)] {
         let decoder = load_rows(&config, source, (SLOTS, SLOTS), false, Options::default());
         let mut model = Model::new(decoder, SLOTS);
@@ -523,7 +526,7 @@ fn passes_choose_the_tokens_that_the_sampler_draws() {
             assert!(chosen == drawn && chosen.len() == 3, "{count} rows, a head that repeats: {echoes}");
             for (row, token) in chosen.iter().flat_map(|step| rows.iter().zip(step)) {
                 assert!(!is_empty(row.0) || *token == 0, "NaN alone: token {token}");
-                assert!(!echoes || (*token as usize) < Echo::ROWS, "not the first of equal logits: {token}");
+                assert!(!echoes || (*token as usize) < ECHO_ROWS, "not the first of equal logits: {token}");
             }
             let distinct: HashSet<&u32> = chosen.iter().flatten().collect();
             assert!(count < 64 || distinct.len() > 8, "rows differ: {distinct:?}");

@@ -55,6 +55,7 @@ fn launch_structs() -> String {
             page_table,
             logits,
             rows,
+            fed,
             items,
             stopped,
             tokens,

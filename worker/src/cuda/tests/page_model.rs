@@ -34,10 +34,13 @@ struct Launched {
     steps: u32,
     run: u32,
     sampled: bool,
+    fed: bool,
 }
 
 struct FakeLaunch {
     rows: Vec<Row>,
+    /// Whether each step is given rows, in place of those of the step before.
+    fed: bool,
     steps: u32,
     sampled: bool,
     /// Its masks are yet to come.
@@ -77,6 +80,16 @@ fn next_of_period(tokens: &[u32]) -> u32 {
     (tokens[tokens.len() - 1] + 1 + skips) % 11
 }
 
+/// Rows of a sequence are next to each other, positions ascending, and know the first of them.
+fn check_rows(rows: &[Row]) {
+    for (index, row) in rows.iter().enumerate() {
+        let (back, first) = (row.position - row.first_position, row.first_row as usize);
+        let of_first = (rows[first].slot, rows[first].position);
+        assert_eq!((index - first, of_first), (back as usize, (row.slot, row.first_position)));
+        assert!(first == 0 || rows[first - 1].slot != row.slot);
+    }
+}
+
 impl Fake {
     fn new(model: Model, pages: usize, widths: &'static [Width], log: Arc<Mutex<Vec<Launched>>>) -> Self {
         Self {
@@ -101,11 +114,12 @@ impl Fake {
 
     fn run_step(&mut self, launch: usize) {
         let of = &self.launches[launch];
-        let (step, rows) = (of.tokens.len() as u32, of.rows.clone());
+        let (ran, rows) = (of.tokens.len() as u32, of.rows.clone());
+        let step = if of.fed { 0 } else { ran };
         let active = |row: &Row| step == 0 || row.position + step <= row.last_position;
         let token = |this: &Self, index: usize, row: &Row| match step {
             0 => row.token,
-            _ => this.launches[launch].tokens[step as usize - 1][index],
+            _ => this.launches[launch].tokens[ran as usize - 1][index],
         };
         for (index, row) in rows.iter().enumerate().filter(|(_, row)| active(row)) {
             let place = self.place(row.slot, row.position + step);
@@ -176,6 +190,31 @@ impl Launcher for Fake {
         Ok(())
     }
 
+    fn feeds(&self, rows: &[Row]) -> bool {
+        rows.len() <= self.widths[1].columns && rows.len() > self.widths[0].columns
+    }
+
+    fn launch_fed(&mut self, rows: &[Row], steps: u32) -> Result<usize, Fault> {
+        assert!(self.finished && self.feeds(rows) && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
+        self.launch(rows, 1, Draws::Decoder)?;
+        self.last_step = steps;
+        let launch = &mut self.launches[0];
+        (launch.fed, launch.steps) = (true, steps);
+        Ok(0)
+    }
+
+    fn feed(&mut self, launch: usize, step: u32, rows: &[Row]) {
+        let of = &mut self.launches[launch];
+        assert!(of.fed && of.tokens.len() == step as usize && step < of.steps, "step {step} has no tokens before it");
+        check_rows(rows);
+        of.rows = rows.to_vec();
+        match rows {
+            [] => self.last_step = step,
+            _ if step < self.last_step => self.run_step(launch),
+            _ => {}
+        }
+    }
+
     fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault> {
         let (sampled, masked) = (draws != Draws::Decoder, draws == Draws::Masked);
         assert!(!masked || steps == 1, "masks are of one step");
@@ -185,14 +224,7 @@ impl Launcher for Fake {
         assert!(!rows.is_empty() && (1..=10).contains(&steps), "{} rows, {steps} steps", rows.len());
         let room = width.bounds.map_or(rows.len(), |bounds| bounds.samples);
         assert!(rows.iter().filter(|row| row.flags & ROW_SAMPLE != 0).count() <= room, "{width:?}");
-        for (index, row) in rows.iter().enumerate() {
-            let (back, first) = (row.position - row.first_position, row.first_row as usize);
-            assert_eq!(
-                (index - first, rows[first].slot, rows[first].position),
-                (back as usize, row.slot, row.first_position)
-            );
-            assert!(first == 0 || rows[first - 1].slot != row.slot);
-        }
+        check_rows(rows);
         if std::mem::replace(&mut self.finished, false) {
             self.launches.clear();
             // Rows of matrix passes do not idle: the first that ends is the end of all.
@@ -202,7 +234,7 @@ impl Launcher for Fake {
         assert!(steps == 1 || self.launches.is_empty(), "several steps beside another launch");
         let choosy = rows.iter().any(|row| row.flags & ROW_SAMPLE != 0 && self.choosy[row.slot as usize]);
         assert!(sampled || !choosy, "the decoder draws only the largest logit");
-        self.launches.push(FakeLaunch { rows: rows.to_vec(), steps, sampled, masked, tokens: Vec::new() });
+        self.launches.push(FakeLaunch { rows: rows.to_vec(), fed: false, steps, sampled, masked, tokens: Vec::new() });
         if steps == 1 {
             self.run_step(self.launches.len() - 1);
         }
@@ -226,6 +258,7 @@ impl Launcher for Fake {
             return Ok(false);
         }
         while self.launches[launch].tokens.len() <= step as usize {
+            assert!(!self.launches[launch].fed, "nobody feeds step {step}");
             self.run_step(launch);
         }
         Ok(true)
@@ -239,7 +272,7 @@ impl Launcher for Fake {
         assert!(self.launches.iter().all(|of| !of.masked), "masks never came");
         let run = |of: &FakeLaunch| of.tokens.len() as u32;
         // Steps that nobody waits for write to memory all the same.
-        while self.launches[0].steps > 1 && run(&self.launches[0]) < self.last_step {
+        while self.launches[0].steps > 1 && !self.launches[0].fed && run(&self.launches[0]) < self.last_step {
             self.run_step(0);
         }
         let launched = self.launches.iter().map(|of| Launched {
@@ -247,6 +280,7 @@ impl Launcher for Fake {
             steps: of.steps,
             run: run(of),
             sampled: of.sampled,
+            fed: of.fed,
         });
         self.log.lock().unwrap().extend(launched);
         self.finished = true;
@@ -389,8 +423,8 @@ fn drafts_change_no_token_but_the_number_of_steps() {
             }
             if steps > 10 && few == 1 {
                 assert!(
-                    log.iter().any(|of| of.steps > 1 && of.run > 1),
-                    "steps without drafts share launches: {log:?}"
+                    log.iter().any(|of| !of.fed && of.run > 1) && log.iter().any(|of| of.fed && of.run > 1),
+                    "steps share launches, without drafts and with: {log:?}"
                 );
             }
         }

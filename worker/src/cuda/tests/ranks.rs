@@ -49,20 +49,20 @@ fn side_by_side(ranks: usize) -> bool {
 
 /// How a group is loaded, beside its model and size.
 #[derive(Clone, Default)]
-struct Way {
-    unlooped: bool,
-    quantization: Option<WeightFormat>,
-    options: Options,
+pub(super) struct Way {
+    pub(super) unlooped: bool,
+    pub(super) quantization: Option<WeightFormat>,
+    pub(super) options: Options,
     /// Before the first step; ranks count alike.
-    epoch: Option<u32>,
+    pub(super) epoch: Option<u32>,
     /// Every pass is a matrix pass.
-    matrix: bool,
+    pub(super) matrix: bool,
     /// A rank whose matrix passes add up two leaves in each other's place.
-    swapped: Option<usize>,
+    pub(super) swapped: Option<usize>,
 }
 
 /// A loaded group that has met, of ranks as a request for one of them asks.
-fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
+pub(super) fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
     let options = match apart(ranks) {
         true => way.options.clone(),
         false => Options { ordinal: Some(0), blocks: Some(SHARED_BLOCKS / ranks), ..way.options.clone() },
@@ -88,7 +88,7 @@ fn group(one: &LoadRequest, ranks: usize, way: &Way) -> Vec<CudaDecoder> {
 }
 
 /// What each rank of a group reports.
-fn group_reports(group: Vec<CudaDecoder>, plans: &[Plan], eager: bool) -> Vec<Vec<Outcome>> {
+pub(super) fn group_reports(group: Vec<CudaDecoder>, plans: &[Plan], eager: bool) -> Vec<Vec<Outcome>> {
     let run = |rank: CudaDecoder| drive(move |source, sink| Box::new(rank).run(source, sink), plans.to_vec(), eager);
     std::thread::scope(|scope| {
         let running: Vec<_> = group.into_iter().map(|rank| scope.spawn(|| run(rank))).collect();

@@ -12,6 +12,7 @@ use crate::cuda::kernels::items::{self, Bounds, Items};
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, ROW_SAMPLE, Row};
 use crate::cuda::kernels::matrix::Pass;
+use crate::cuda::kernels::variants::FED_COLUMNS;
 use crate::cuda::notes::gauge::Gauged;
 use crate::cuda::sampler::launch::{RowLogprobs, SamplerLaunch};
 use crate::sampling::Allowed;
@@ -48,6 +49,20 @@ impl Engine {
         } else {
             self.put_decoder(&by, launch, 0, false)?;
         }
+        self.launches.push(ticket);
+        Ok(self.launches.len() - 1)
+    }
+
+    /// Puts a launch of at most so many steps into the stream which is given rows step by step, these first.
+    pub(super) fn put_fed(&mut self, rows: &[Row], steps: u32) -> Result<usize, CudaError> {
+        if self.finished {
+            self.start_over();
+        }
+        let kernel = self.kernel_of(rows, 1);
+        let rows = fed_rows(rows);
+        let Prepared { by, launch, ticket, .. } = self.prepare(&rows, steps, Draws::Decoder, kernel, 0)?;
+        self.chain = None;
+        self.put_decoder(&by, Launch { fed: self.mailbox.rows_address(), ..launch }, 0, false)?;
         self.launches.push(ticket);
         Ok(self.launches.len() - 1)
     }
@@ -136,7 +151,7 @@ impl Engine {
     }
 
     /// The kernel for so many passes of these rows; `None`: matrix passes.
-    fn kernel_of(&self, rows: &[Row], steps: u32) -> Option<usize> {
+    pub(super) fn kernel_of(&self, rows: &[Row], steps: u32) -> Option<usize> {
         #[cfg(test)]
         if self.matrix_only {
             return None;
@@ -374,6 +389,11 @@ impl Engine {
         let first = kernel.map_or(ties.inbox.matrix[lane], |kernel| ties.inbox.kernels[kernel]);
         ties.fabric.addresses().map(|address| if address == 0 { 0 } else { address + first })
     }
+}
+
+/// Rows of a launch that is given rows step by step: as many as its kernel has columns.
+pub(super) fn fed_rows(rows: &[Row]) -> [Row; FED_COLUMNS] {
+    std::array::from_fn(|column| rows.get(column).copied().unwrap_or(Row::IDLE))
 }
 
 /// Launches a kernel, or what somebody who measures has in its place.

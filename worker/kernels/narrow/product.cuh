@@ -216,8 +216,9 @@ template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer&
   });
 }
 
-/// Takes this warp's chunks of a product and gives them back: they were streamed for a step that is not.
-template <class P> LP_DEVICE void pass_over(Consumer& consumer) {
+/// Takes this warp's chunks of a product and gives them back: they were streamed for a step that is not. A call, which
+/// takes no registers from products.
+template <class P> static __device__ __noinline__ void pass_over(Consumer consumer) {
   static_assert(P::ways == 1, "a warp has its leaf of all tiles, or none");
   if (consumer.warp >= P::workers) return;
   const int end = P::first_tile(rank_block() + 1);

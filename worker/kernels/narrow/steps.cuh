@@ -65,7 +65,7 @@ static __device__ __noinline__ Quad await_row(const Launch& launch, const u8* wo
 }
 /// Of a fed launch: puts the rows of a step that the host gives in place of those of the step before, which nobody
 /// reads any more. A warp of each block calls it. Of several ranks the step begins once all have their rows.
-LP_DEVICE void take_rows(const Launch& launch, u32 shared, u32 step, u32 tag) {
+static __device__ __noinline__ void take_rows(const Launch& launch, u32 shared, u32 step, u32 tag) {
   const u32 lane = lane_index(), of = lane / 2;
   const bool first = lane % 2 == 0, on = of < kColumns;
   u8* word = launch.words + Words::rows + lane * 16;

@@ -120,7 +120,9 @@ struct Producer {
       // is in flight.
       if (chunk >= Shared::slots &&
           !mbarrier_test_wait(empty_barrier(shared, ring, chunk), (chunk / Shared::slots & 1) ^ 1)) {
-        if (clocks() - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
+        // The first layer's weights of a step, which may be more than the rings hold, go ahead of rows that the host
+        // gives. There the limit is that of what the consumers wait for (steps.cuh).
+        if (!kFed && clocks() - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, chunk, ring);
         if (ahead_bytes > 0 && clocks() - ahead_asked > kAheadPace && landed(ring, chunk - 1)) {
           const u32 piece = ahead_bytes < kAheadPiece ? ahead_bytes : kAheadPiece;
           bulk_prefetch_l2(ahead, piece);

@@ -64,7 +64,7 @@ noticed "rings that are not paced" unpaced "[1-9][0-9]* times too many rings"
 noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"
 noticed "turns begun before they are open" ahead "data race"
-noticed "steps that end before all have begun them" behind "data race"
+noticed "steps that end before all have left their rows" behind "data race"
 programs=()
 sums() { # RANKS COLUMNS HIDDEN [HEADS KV_HEADS HEAD_DIM INTERMEDIATE BLOCKS PAIR...]
     local ranks=$1 columns=$2 hidden=$3 heads=${4:-32} kv=${5:-8} dim=${6:-128} intermediate=${7:-4096} blocks=${8:-128}

@@ -3,8 +3,9 @@
 // the last read of what was there and the next word. A thread is a warp, its lanes one after the other. Nothing but
 // turns and tokens orders the warps: merges wait for no pages, and blocks without tiles wait for nothing in a layer;
 // there a warp more, as the producer is, reads nothing but the step's rows and items. In some passes a host gives the
-// rows of each step once it has the tokens of the one before. Negative controls: `-DLP_KEEP_WORDS` clears nothing; `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not
-// open; `-DLP_FALL_BEHIND` lets steps end that a warp has not begun. See run.sh.
+// rows of each step once it has the tokens of the one before. Negative controls: `-DLP_KEEP_WORDS` clears nothing;
+// `-DLP_CLEAR_EARLY` clears a turn too early; `-DLP_RUN_AHEAD` lets consumers begin turns that are not open;
+// `-DLP_FALL_BEHIND` lets steps end whose rows a warp has not left. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"

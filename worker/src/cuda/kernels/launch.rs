@@ -185,7 +185,7 @@ pub fn site_name(site: u32) -> &'static str {
         32 => "the best tokens of all ranks",
         33 => "the residual's columns that other ranks have",
         34 => "all ranks to begin the launch, or a step whose rows hosts give",
-        35 => "its warps to begin a step",
+        35 => "its warps to leave the rows of a step",
         36 => "all ranks to come as far in a pass",
         37 => "the rows of a step, from its host",
         _ => "an unnamed site",

@@ -18,7 +18,8 @@ pub struct Sizes {
     pub max_slots: usize,
     /// Rows of a step.
     pub max_batch_tokens: usize,
-    /// Rows of all launches that are in the stream together: those of a step, and those of them that sample once more.
+    /// Rows of all launches that are in the stream together: those of a step, and those of them that sample once more;
+    /// at least those of a fed launch.
     pub rows: usize,
     /// Pages of the longest sequence.
     pub slot_pages: usize,

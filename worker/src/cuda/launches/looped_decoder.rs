@@ -292,7 +292,7 @@ impl<L: Launcher> LoopedDecoder<L> {
             let sampled = (0..of_step.len()).map(|row| self.launcher.sampled(launch, step, row, None)).collect();
             let now = Instant::now();
             let outcome = self.complete(sampled, now - std::mem::replace(&mut since, now))?;
-            rows = self.fed_rows();
+            rows = if self.loops() { None } else { self.fed_rows() };
             // The GPU waits for it; the server does not.
             if step + 1 < steps {
                 self.launcher.feed(launch, step + 1, rows.as_deref().unwrap_or(&[]));

@@ -12,7 +12,7 @@ use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::Row;
 use crate::cuda::kernels::matrix::Matrix;
 use crate::cuda::kernels::sizes::Sizes;
-use crate::cuda::kernels::variants::Attention;
+use crate::cuda::kernels::variants::{Attention, FED_COLUMNS};
 use crate::cuda::sampler::kernel::SamplerKernel;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::upload::Weights;
@@ -117,7 +117,7 @@ impl Memory {
             visible_pages: visible,
             kv_pages: 0,
             layers: c.num_layers,
-            rows: request.max_batch_tokens + request.max_slots,
+            rows: (request.max_batch_tokens + request.max_slots).max(FED_COLUMNS),
             item_words,
             kernel_vocab: layout.logits(),
             attention: Attention::of(

@@ -91,13 +91,14 @@ fn steps_that_are_fed_touch_no_token() {
     }
 }
 
-/// A host that is held up for longer than anything else on a GPU may take.
+/// A host that is held up for longer than anything else on a GPU may take, while q, k and v of the first layer fill the
+/// rings.
 #[test]
 fn a_launch_waits_for_a_late_host() {
     if !gpu() {
         return;
     }
-    let (config, requests) = (smol(), requests(1));
+    let (config, requests) = (shape(4096, (32, 8, 128), 1024), requests(1));
     let load = || load_rows(&config, few_tokens(&config), (16, 64), false, Options::default());
     let (plain, late) = (run(load(), &requests, 0, 40, false), load());
     *late.decoder.launcher.feeding.late.lock().unwrap() = Duration::from_millis(3500);

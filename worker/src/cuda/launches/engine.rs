@@ -372,6 +372,10 @@ impl Launcher for Engine {
         self.put(rows, steps, draws).map_err(|error| self.failed(error))
     }
 
+    fn is_alone(&self) -> bool {
+        self.ties.is_none()
+    }
+
     fn feeds(&self, rows: &[Row]) -> bool {
         let fed = |kernel: usize| self.kernels[kernel].variant.columns() == FED_COLUMNS;
         self.mode() == LoopMode::On && rows.len() <= FED_COLUMNS && self.kernel_of(rows, 1).is_some_and(fed)

@@ -98,6 +98,9 @@ pub trait Launcher: Send {
     /// none is under way.
     fn launch(&mut self, rows: &[Row], steps: u32, draws: Draws) -> Result<usize, Fault>;
 
+    /// Whether no other rank has to agree on what this one's host decides.
+    fn is_alone(&self) -> bool;
+
     /// Whether the rows, all of which sample, are a step of a fed launch.
     fn feeds(&self, rows: &[Row]) -> bool;
 
@@ -292,7 +295,9 @@ impl<L: Launcher> LoopedDecoder<L> {
             let sampled = (0..of_step.len()).map(|row| self.launcher.sampled(launch, step, row, None)).collect();
             let now = Instant::now();
             let outcome = self.complete(sampled, now - std::mem::replace(&mut since, now))?;
-            rows = if self.loops() { None } else { self.fed_rows() };
+            // Other ranks may not have the newer plan yet: a group agrees on its end in the kernel, a step later.
+            let ends = self.loops() || superseded() && self.launcher.is_alone();
+            rows = if ends { None } else { self.fed_rows() };
             // The GPU waits for it; the server does not.
             if step + 1 < steps {
                 self.launcher.feed(launch, step + 1, rows.as_deref().unwrap_or(&[]));

@@ -41,9 +41,9 @@ struct Pass {
   bool sampling, fed = false;
 };
 constexpr u32 kNever = ~0u;
-constexpr Pass kPasses[] = {{3, 5, 1, kNever, true},       {8, 1, 0, kNever, false}, {1, 1, 0, kNever, true},
-                            {6, 9, 3, 2, true},            {8, 7, 4, kNever, true, true}, {2, 1, 0, kNever, false},
-                            {8, 5, 9, 2, true, true},      {4, 4, 9, kNever, true},  {8, 3, 9, kNever, true, true}};
+constexpr Pass kPasses[] = {{3, 5, 1, kNever, true},  {8, 1, 0, kNever, false},      {1, 1, 0, kNever, true},
+                            {6, 9, 3, 2, true},       {8, 7, 4, kNever, true, true}, {2, 1, 0, kNever, false},
+                            {8, 5, 9, 2, true, true}, {4, 4, 9, kNever, true},       {8, 3, 9, kNever, true, true}};
 /// Whether a row computes in a step of a fed pass.
 constexpr bool is_given(u32 row, u32 step) { return row == 0 || (row + step) % 3 == 0; }
 
@@ -247,9 +247,8 @@ struct Role {
       if (number == 0) {
         if (blockIdx.x == 0) store_system_u64(launch.tokens, tag(step));
         wait_left(launch, shared, step);
-        if (pass.fed && is_before_last(step + 1)) {
+        if (pass.fed && is_before_last(step + 1))
           each_lane([&] { take_rows(launch, shared, step + 1, tag(step + 1)); });
-        }
         store_shared_u32(items(step + 1), serial + step + 1);
       }
       mbarrier_arrive(shared + Shared::sampled);

@@ -390,7 +390,7 @@ impl Launcher for Engine {
         #[cfg(test)]
         self.feeding.feed();
         let tag = self.launches[launch].tag(self.sizes.layers, step);
-        self.mailbox.feed(step as usize * FED_COLUMNS, &put::fed_rows(rows), tag);
+        self.mailbox.feed(step as usize * FED_COLUMNS, &put::padded(rows), tag);
     }
 
     fn launch_pair(&mut self, pair: [(&[Row], Draws); 2]) -> Result<usize, Fault> {

@@ -16,7 +16,7 @@ const STEPS_RUN: usize = 1;
 const FED: usize = 2;
 
 /// What launches under way and the host tell each other. No reference to the memory is ever taken, only atomic
-/// accesses.
+/// accesses, and volatile ones that these order.
 #[derive(Debug)]
 pub struct Mailbox {
     tokens: PinnedBuffer<u64>,
@@ -24,14 +24,14 @@ pub struct Mailbox {
     logprobs: PinnedBuffer<RowLogprobs>,
     control: PinnedBuffer<u32>,
     report: PinnedBuffer<u32>,
-    /// Of a launch's steps.
+    /// Of the steps of a launch that the host feeds.
     rows: PinnedBuffer<Row>,
     /// Addresses of tokens, control, report, log-probabilities and rows on the GPU.
     mapped: [u64; 5],
 }
 
 impl Mailbox {
-    /// Room for `tokens` tokens, and as many `rows` of the steps of a launch.
+    /// Room for `tokens` tokens, and for `rows` rows of all steps of a launch together.
     ///
     /// # Errors
     /// There is not so much memory that can be locked.

@@ -59,7 +59,7 @@ impl Engine {
             self.start_over();
         }
         let kernel = self.kernel_of(rows, 1);
-        let rows = fed_rows(rows);
+        let rows = padded(rows);
         let Prepared { by, launch, ticket, .. } = self.prepare(&rows, steps, Draws::Decoder, kernel, 0)?;
         self.chain = None;
         self.put_decoder(&by, Launch { fed: self.mailbox.rows_address(), ..launch }, 0, false)?;
@@ -391,8 +391,8 @@ impl Engine {
     }
 }
 
-/// Rows of a launch that is given rows step by step: as many as its kernel has columns.
-pub(super) fn fed_rows(rows: &[Row]) -> [Row; FED_COLUMNS] {
+/// Rows of a launch that is given rows step by step: as many as its kernel has columns, the last ones idle.
+pub(super) fn padded(rows: &[Row]) -> [Row; FED_COLUMNS] {
     std::array::from_fn(|column| rows.get(column).copied().unwrap_or(Row::IDLE))
 }
 

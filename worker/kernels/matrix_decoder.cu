@@ -54,17 +54,16 @@ extern "C" __device__ const u64 matrix_decoder_carried[14] = {
 
 template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& pass, u32 layer) {
   matrix::multiply<Qkv, CUT>(launch.weights + layer * kLayerBytes, pass.tiles + Tiles::qkv, launch.words, Memory::x,
-                             matrix::token_blocks(launch.row_count), matrix::Project<kFinished<CUT>>{launch, layer});
+                             pass.blocks, matrix::Project<kFinished<CUT>>{launch, layer});
 }
 /// A product that is added to the residual, whose next norm is `norm`.
 template <class P, Cut CUT> LP_DEVICE void add(const Launch& launch, const matrix::Pass& pass, const u8* weights,
                                                const u32* tiles, u64 vectors, u32 norm) {
-  const u32 blocks = matrix::token_blocks(launch.row_count);
   if constexpr (kRanks == 1)
-    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks,
+    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, pass.blocks,
                              matrix::Join<kFinished<CUT>>{launch, norm});
   else {
-    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, blocks, matrix::Tell<P>{launch, pass});
+    matrix::multiply<P, CUT>(weights, tiles, launch.words, vectors, pass.blocks, matrix::Tell<P>{launch, pass});
     bulk_wait();
     fence_system();  // matrix/ranks.cuh
   }
@@ -79,7 +78,7 @@ template <Cut CUT> LP_DEVICE void down(const Launch& launch, const matrix::Pass&
 }
 template <class E> LP_DEVICE void head(const Launch& launch, const matrix::Pass& pass, const E& epilogue) {
   matrix::multiply<Head, Cut::kPair>(launch.weights + kHeadOffset, pass.tiles + Tiles::head, launch.words,
-                                     Memory::head_x, matrix::token_blocks(pass.sample_count), epilogue);
+                                     Memory::head_x, ~0u >> (32 - matrix::token_blocks(pass.sample_count)), epilogue);
 }
 
 LP_VECTORS(matrix_embed) {
@@ -92,14 +91,14 @@ LP_VECTORS(matrix_norms) {
   // Who has no tokens leaves at once, and the next launch can fetch weights there. The others wait.
   if (blockIdx.x >= matrix::norm_runs(launch)) return;
   wait_launch_before();
-  matrix::find_norms(launch);
+  matrix::find_norms(launch, pass);
 }
 LP_PRODUCT(matrix_qkv, 2) { qkv<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_gate_up, 2) {
   matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
                                        pass.tiles + Tiles::gate_up, launch.words, Memory::x,
-                                       matrix::token_blocks(launch.row_count), matrix::Activate{launch, layer});
+                                       pass.blocks, matrix::Activate{launch, layer});
 }
 LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
 LP_VECTORS(matrix_gather) {
@@ -162,7 +161,7 @@ LP_JOIN(matrix_join_down, matrix::kMeetDown, Down, 2 * layer + 2)
     if constexpr (kRanks > 1) {                                           \
       matrix::meet<MEET>(launch, layer, pass.carried > 0);                \
       launch_dependents();                                                \
-      matrix::find_norms(launch);                                         \
+      matrix::find_norms(launch, pass);                                         \
     } else trap();                                                        \
   }
 LP_NORMS_OF_JOINED(matrix_norms_of_joined_out, matrix::kMeetOutJoined)

@@ -1,7 +1,7 @@
 // Products of matrix passes: C [rows of weights][tokens] = A B, in tiles of 128 rows by 128 tokens, by persistent
 // blocks.
 //
-// Cut::kPair, clusters of two: they have the same rows and neighbouring blocks of tokens, and each fetches half of A
+// Cut::kPair, clusters of two: they have the same rows and two blocks of tokens that follow each other, and each fetches half of A
 // for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
 // Cut::kHalves, teams of two such pairs, where blocks would idle in the last round of tiles: a pair sums two of the four
 // groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
@@ -86,21 +86,29 @@ struct Tile {
   bool paired;       // whether a pair shares the rows
   u32 unit;          // that the team works on
 };
-/// The tiles of this block: calls work(tile).
+/// The block of tokens that has place `place` among those of a mask.
+LP_DEVICE u32 block_at(u32 blocks, u32 place) {
+#pragma unroll 1
+  for (; place > 0; place--) blocks &= blocks - 1;
+  return __ffs(blocks) - 1;
+}
+/// The tiles of this block, of the blocks of tokens in `blocks`: calls work(tile).
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
   constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles, TEAM = kTeam<CUT>;
   if constexpr (CUT == Cut::kQuads) {
 #pragma unroll 1
-    for (u32 unit = blockIdx.x / TEAM; unit < GROUPS; unit += gridDim.x / TEAM) work(Tile{unit, 0, false, unit});
+    for (u32 unit = blockIdx.x / TEAM; unit < GROUPS; unit += gridDim.x / TEAM)
+      work(Tile{unit, block_at(blocks, 0), false, unit});
     return;
   }
 #pragma unroll 1
   for (u32 unit = blockIdx.x / TEAM;; unit += gridDim.x / TEAM) {
-    const u32 side = blockIdx.x % 2, pairs = blocks / 2, shared = GROUPS * pairs;
-    if (unit >= shared + (blocks % 2 ? (GROUPS + 1) / 2 : 0)) return;
+    const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, shared = GROUPS * pairs;
+    if (unit >= shared + (count % 2 ? (GROUPS + 1) / 2 : 0)) return;
     const bool paired = unit < shared;
     const u32 group = paired ? unit / pairs : (unit - shared) * 2 + side;
-    if (group < GROUPS) work(Tile{group, paired ? unit % pairs * 2 + side : blocks - 1, paired, unit});
+    if (group < GROUPS)
+      work(Tile{group, block_at(blocks, paired ? unit % pairs * 2 + side : count - 1), paired, unit});
   }
 }
 /// The stages of a tile of this block: calls work(first k16 step, steps).
@@ -369,7 +377,7 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
         const u8* at = from + (u64)(first_run + own) * stride;
         const u32 bytes = whole ? runs * stride : P::run;
         if (of.paired) bulk_load_pair(to, at, bytes, full);
-        else if (blocks == 1) bulk_load(to, at, bytes, full, once);
+        else if (__popc(blocks) == 1) bulk_load(to, at, bytes, full, once);
         else bulk_load(to, at, bytes, full);
       }
       turn.next();
@@ -403,8 +411,8 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
   });
 }
 
-/// A product and what follows it, over `blocks` blocks of tokens. weights: of the product; tiles: its part of Tiles;
-/// words: the pass's memory; vectors: where B begins there. E finishes kFinished<CUT> runs of tokens.
+/// A product and what follows it, of the blocks of tokens in `blocks`, a bit each. weights: of the product; tiles: its
+/// part of Tiles; words: the pass's memory; vectors: where B begins there. E finishes kFinished<CUT> runs of tokens.
 template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, const u32* tiles, u8* words,
                                                              u64 vectors, u32 blocks, const E& epilogue) {
   using R = Ring<P, CUT>;

@@ -100,8 +100,9 @@ template <class P> LP_DEVICE void join(const Launch& launch, const Pass& pass, u
                                                 : runs > first ? min(runs - first, pass.carried) : 0;
   each_warp(owned * kHiddenTiles, [&](u32 item) {
     const u32 tile = item % kHiddenTiles, place = item / kHiddenTiles,
-              token = (pass.carried ? first + place : place * kRanks + own) * kRunTokens,
-              gamma = gamma_of(launch, norm, tile);
+              token = (pass.carried ? first + place : place * kRanks + own) * kRunTokens;
+    if (!has_block(pass, token)) return;
+    const u32 gamma = gamma_of(launch, norm, tile);
     const int row = tile * 16 + (lane >> 2);
     const float low = scale_before(launch, norm, row), high = scale_before(launch, norm, row + 8);
     const u64 at = residual_byte(tile, token) + lane * 16;

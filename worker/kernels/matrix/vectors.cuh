@@ -6,6 +6,8 @@ namespace matrix {
 constexpr u32 kVectorThreads = 512;
 
 LP_DEVICE u32 token_blocks(u32 tokens) { return (tokens + kTokens - 1) / kTokens; }
+/// Whether a launch computes the block that a token is in.
+LP_DEVICE bool has_block(const Pass& pass, u32 token) { return pass.blocks >> token / kTokens & 1; }
 /// Calls work(i) for i below `count`, a warp one.
 template <class WORK> LP_DEVICE void each_warp(u32 count, const WORK& work) {
 #pragma unroll 1
@@ -66,12 +68,13 @@ LP_DEVICE void embed(const Launch& launch) {
 
 LP_DEVICE u32 norm_runs(const Launch& launch) { return (launch.row_count + 31) / 32; }
 /// 1 / rms of the tokens: a block takes 32 at a time, a warp a leaf.
-LP_DEVICE void find_norms(const Launch& launch) {
+LP_DEVICE void find_norms(const Launch& launch, const Pass& pass) {
   __shared__ float leaves[kHiddenLeaves][32];
   float* inverse = reinterpret_cast<float*>(launch.words + Memory::inverse);
   const u32 lane = lane_index(), runs = norm_runs(launch);
 #pragma unroll 1
   for (u32 run = blockIdx.x; run < runs; run += gridDim.x) {
+    if (!has_block(pass, run * 32)) continue;
     const u32 token = run * 32 + lane;
     const float* squares = reinterpret_cast<const float*>(launch.words + squares_byte(0, token));
     for (u32 leaf = warp_index(); leaf < kHiddenLeaves; leaf += blockDim.x / 32)

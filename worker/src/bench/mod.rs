@@ -334,8 +334,9 @@ impl Bench<'_> {
             self.group.release(slot)?;
         }
         let c = &self.config;
-        let attention = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim;
-        Ok(PromptReport::new(tokens, times, c.num_layers * c.hidden_size * (attention + 3 * c.intermediate_size)))
+        let (out, qkv) = (c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim);
+        let behind = out + 3 * c.intermediate_size;
+        Ok(PromptReport::new(tokens, times, c.hidden_size * (c.num_layers * (qkv + behind) - behind)))
     }
 
     /// Times of steps, and bytes of K and V that they read; `noted`: their phases are noted.

@@ -118,8 +118,9 @@ fn a_prompt_is_timed_to_its_first_token() {
     assert_eq!(prompt.tokens, 700);
     assert!(prompt.best_ms > 0.0 && prompt.best_ms <= prompt.ms);
     assert!((prompt.tokens_per_s * prompt.ms / 700e3 - 1.0).abs() < 1e-9);
-    // Two layers of 256 x (2 x 20 heads of 16 + 3 x 512), twice a token.
-    assert!((prompt.tflop_per_s * 1e12 / prompt.tokens_per_s / f64::from(4 * 256 * (640 + 1536)) - 1.0).abs() < 1e-9);
+    // A layer of 256 x (2 x 20 heads of 16 + 3 x 512), and q, k and v of the last, 256 x 24 x 16, twice a token.
+    let multiplied = 2 * 256 * (640 + 1536 + 384);
+    assert!((prompt.tflop_per_s * 1e12 / prompt.tokens_per_s / f64::from(multiplied) - 1.0).abs() < 1e-9);
     assert!(report.to_string().contains("prompt of 700 tokens"));
 }
 

@@ -79,11 +79,18 @@ impl LoopedDecoder {
             x: &mut self.x,
             batch: &self.batch,
             step: self.steps,
+            only_samples: false,
         };
         pass.embed()?;
         for layer in 0..layers {
             pass.normalise_for_attention(layer);
             pass.query_key_value(layer);
+            if layer + 1 == layers {
+                pass.keep_samples();
+            }
+            if pass.rows() == 0 {
+                break;
+            }
             pass.attend(layer);
             pass.add_attention(layer)?;
             pass.normalise_for_mlp(layer);

@@ -63,9 +63,28 @@ pub struct Pass<'a> {
     pub batch: &'a Batch,
     /// Step in the life of the worker.
     pub step: u64,
+    /// Whether of all rows only those that are sampled are left.
+    pub only_samples: bool,
 }
 
 impl Pass<'_> {
+    /// How many rows phases compute.
+    pub fn rows(&self) -> usize {
+        let step = self.batch.step();
+        if self.only_samples { step.samples.len() } else { step.rows.len() }
+    }
+
+    /// Leaves out the rows that are not sampled, as nobody asks for more of them than K and V of the last layer: the
+    /// residual of the others moves to the front.
+    pub fn keep_samples(&mut self) {
+        let hidden = self.shard.plan.config.hidden_size;
+        // They ascend, so none is overwritten before it has moved.
+        for (index, &row) in self.batch.step().samples.iter().enumerate().filter(|(index, row)| index != *row) {
+            self.x.residual.copy_within(row * hidden..(row + 1) * hidden, index * hidden);
+        }
+        self.only_samples = true;
+    }
+
     /// Residual = embedding of each row's token: its owner publishes it, all ranks take it from there.
     ///
     /// # Errors
@@ -103,7 +122,7 @@ impl Pass<'_> {
 
     /// Residual += W x over this rank's leaves of K, exchanged and summed as the plan's tree.
     fn add_product(&mut self, layer: usize, which: Product, place: Place, next: Ahead<'_>) -> Result<(), Fault> {
-        let (shard, rows) = (self.shard, self.batch.step().rows.len());
+        let (shard, rows) = (self.shard, self.rows());
         let hidden = shard.plan.config.hidden_size;
         let panel = shard.weights.panel(layer, which);
         let x = if which == Product::Down { &self.x.gated } else { &self.x.attended };
@@ -139,23 +158,21 @@ impl Pass<'_> {
         self.fabric.exchange(self.team, place, &next, partial, add)
     }
 
-    /// logits = W_lm RMSNorm(residual) of the rows that are sampled.
+    /// logits = W_lm RMSNorm(residual) of the rows that are sampled, which are those that are left.
     pub fn logits(&mut self) {
-        let (shard, samples) = (self.shard, &self.batch.step().samples[..]);
-        if samples.is_empty() {
+        let (shard, samples) = (self.shard, self.rows());
+        if samples == 0 {
             return;
         }
         let vocab = shard.rank.vocab.len();
-        let weight = &shard.weights.final_norm;
-        let row_of = |sample: usize| samples[sample];
-        normalise(shard, self.team, weight, &self.x.residual, samples.len(), row_of, &mut self.x.head_input);
+        normalise(shard, self.team, &shard.weights.final_norm, &self.x.residual, samples, &mut self.x.head_input);
         let panel = shard.weights.panel(0, Product::LmHead);
         let input = (&self.x.head_input, &self.x.expansions);
         let logits = Disjoint::new(&mut self.x.logits);
         let unit = |unit: usize| {
             let panel = unit_of(panel, unit);
             let mut out = [0.0; MAX_COLUMNS * SLICE];
-            each_block(shard, panel, input, samples.len(), &mut out, |row, values| {
+            each_block(shard, panel, input, samples, &mut out, |row, values| {
                 let at = row * vocab + unit * SLICE;
                 // SAFETY: each (row, unit) has other logits.
                 unsafe { logits.part(at..at + values.len()) }.copy_from_slice(values);
@@ -167,22 +184,14 @@ impl Pass<'_> {
     }
 }
 
-/// Row i of `out` = RMSNorm of row `row_of(i)` of the residual stream, for `rows` rows.
-fn normalise(
-    shard: &Shard,
-    team: &Team,
-    weight: &[f32],
-    residual: &[f32],
-    rows: usize,
-    row_of: impl Fn(usize) -> usize + Sync,
-    out: &mut Inputs,
-) {
+/// Row i of `out` = RMSNorm of row i of the residual stream, for `rows` rows.
+fn normalise(shard: &Shard, team: &Team, weight: &[f32], residual: &[f32], rows: usize, out: &mut Inputs) {
     let (hidden, eps) = (shard.plan.config.hidden_size, shard.plan.config.rms_norm_eps);
     let out = out.writer();
-    team.for_each(rows, |index| {
-        let row = &residual[row_of(index) * hidden..][..hidden];
+    team.for_each(rows, |row| {
+        let values = &residual[row * hidden..][..hidden];
         // SAFETY: each unit has another row.
-        rms_norm(row, weight, eps, shard.plan.hidden, |at, values| unsafe { out.write(index, at, values) });
+        rms_norm(values, weight, eps, shard.plan.hidden, |at, values| unsafe { out.write(row, at, values) });
     });
 }
 

@@ -266,7 +266,7 @@ static void make_rows(u32 count) {
   for (u32 slot = 2; rows.size() < count; slot++) sequence(slot % kSlots, slot * 53 % 4000, 1);
   std::vector<u32> samples;
   for (u32 row = 0; row < count && samples.size() < kMostSamples; row += 3) samples.push_back(row);
-  launch.rows = upload(rows), launch.row_count = count;
+  launch.rows = upload(rows), launch.row_count = count, pass.blocks = ~0u >> (32 - token_blocks(count));
   pass.next = upload(rows);
   pass.samples = upload(samples), pass.sample_count = samples.size();
 }

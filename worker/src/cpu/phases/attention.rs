@@ -14,9 +14,8 @@ use crate::rope::rotate;
 impl Pass<'_> {
     /// attention_input = RMSNorm(residual)
     pub fn normalise_for_attention(&mut self, layer: usize) {
-        let rows = self.batch.step().rows.len();
-        let weight = &self.shard.weights.layers[layer].input_norm;
-        normalise(self.shard, self.team, weight, &self.x.residual, rows, |row| row, &mut self.x.attention_input);
+        let (rows, weight) = (self.rows(), &self.shard.weights.layers[layer].input_norm);
+        normalise(self.shard, self.team, weight, &self.x.residual, rows, &mut self.x.attention_input);
     }
 
     /// q, k, v = W attention_input + bias, heads normalised and rotated; q to the queries, k and v to the sequence's
@@ -62,24 +61,31 @@ impl Pass<'_> {
                 }
             });
         };
-        let next = ahead(shard, layer, Product::AttentionOut);
+        let ends = layer + 1 == shard.plan.config.num_layers && batch.step().samples.is_empty();
+        let next = match ends {
+            false => ahead(shard, layer, Product::AttentionOut),
+            true => ahead(shard, 0, Product::QueryKeyValue),
+        };
         let threads = self.team.threads();
         self.team.for_each_then(heads + 2 * kv_heads, head_unit, |thread| next.of_thread(thread, threads).finish());
     }
 
     /// attended = attention of each row over its sequence's pages. A unit is a row and a KV head with its queries.
     pub fn attend(&mut self, layer: usize) {
-        let (shard, batch) = (self.shard, self.batch);
-        let (rows, c) = (&batch.step().rows[..], &shard.plan.config);
+        let (shard, batch, rows) = (self.shard, self.batch, self.rows());
+        let c = &shard.plan.config;
         let d = c.head_dim;
+        let samples = self.only_samples.then_some(&batch.step().samples[..]);
         let (heads, kv_heads) = (shard.rank.heads.len(), shard.rank.kv_heads.len());
         let group = heads / kv_heads * d;
         let (queries, pool) = (&self.x.queries, &self.x.pool);
         let attended = self.x.attended.writer();
         let unit = |unit: usize| {
-            let (kv_head, row) = (unit / rows.len(), unit % rows.len());
+            let (kv_head, index) = (unit / rows, unit % rows);
+            let row = samples.map_or(index, |samples| samples[index]);
             let at = row * heads * d + kv_head * group;
-            let pages = batch.slot(rows[row].slot).pages();
+            let Row { slot, position, .. } = batch.step().rows[row];
+            let pages = batch.slot(slot).pages();
             let page = |index: usize| {
                 let (k, v) = (
                     shard.kv.k_block(layer, pages[index] as usize, kv_head),
@@ -87,15 +93,15 @@ impl Pass<'_> {
                 );
                 Page { keys: &pool[k..k + shard.kv.block_len()], values: &pool[v..v + shard.kv.block_len()] }
             };
-            let view = View::new(rows[row].position as usize, c.sliding_window);
+            let view = View::new(position as usize, c.sliding_window);
             attend(shard.isa, d, view, page, &queries[at..at + group], |offset, values| {
                 // SAFETY: each unit has another (row, group of heads).
-                unsafe { attended.write(row, kv_head * group + offset, values) };
+                unsafe { attended.write(index, kv_head * group + offset, values) };
             });
         };
         let next = ahead(shard, layer, Product::AttentionOut);
         let threads = self.team.threads();
-        self.team.for_each_then(kv_heads * rows.len(), unit, |thread| next.of_thread(thread, threads).finish());
+        self.team.for_each_then(kv_heads * rows, unit, |thread| next.of_thread(thread, threads).finish());
     }
 
     /// Residual += W_o attended, summed over all ranks.

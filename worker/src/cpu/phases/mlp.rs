@@ -11,14 +11,13 @@ use crate::plan::Product;
 impl Pass<'_> {
     /// mlp_input = RMSNorm(residual)
     pub fn normalise_for_mlp(&mut self, layer: usize) {
-        let rows = self.batch.step().rows.len();
-        let weight = &self.shard.weights.layers[layer].mlp_norm;
-        normalise(self.shard, self.team, weight, &self.x.residual, rows, |row| row, &mut self.x.mlp_input);
+        let (rows, weight) = (self.rows(), &self.shard.weights.layers[layer].mlp_norm);
+        normalise(self.shard, self.team, weight, &self.x.residual, rows, &mut self.x.mlp_input);
     }
 
     /// gated = silu(W_gate mlp_input) * (W_up mlp_input). A unit is two pairs of tiles.
     pub fn gate_up(&mut self, layer: usize) {
-        let (shard, rows) = (self.shard, self.batch.step().rows.len());
+        let (shard, rows) = (self.shard, self.rows());
         let leaves = shard.plan.intermediate;
         let width = shard.rank.intermediate.len();
         let panel = shard.weights.panel(layer, Product::GateUp);
@@ -54,10 +53,8 @@ impl Pass<'_> {
     /// # Errors
     /// A rank did not arrive in time.
     pub fn add_mlp(&mut self, layer: usize) -> Result<(), Fault> {
-        let last = layer + 1 == self.shard.plan.config.num_layers;
-        let next = match last {
+        let next = match self.only_samples {
             false => ahead(self.shard, layer + 1, Product::QueryKeyValue),
-            true if self.batch.step().samples.is_empty() => ahead(self.shard, 0, Product::QueryKeyValue),
             true => ahead(self.shard, layer, Product::LmHead),
         };
         let place = Place { step: self.step, layer: Some(layer), what: "MLP sum" };

@@ -2,13 +2,15 @@
 //!
 //! Rows of a sequence that has several in a pass are cut into tiles, and where these are fewer than blocks, by spans,
 //! too. A row that is alone of its sequence is computed span by span. Spans of one row are merged behind that. Longest
-//! first: what is left over at the end is short.
+//! first: what is left over at the end is short. But before others come those that the last layer needs, too: of the
+//! rows that sample.
 
 use std::cmp::Reverse;
 use std::ops::Range;
 
 use super::deal::most_spans;
 use super::launch::{ROW_SAMPLE, Row};
+use super::variants::TOKEN_BLOCK;
 use crate::plan::PAGE_POSITIONS;
 
 /// Pages of a span. The first page of one is a multiple of this.
@@ -16,6 +18,7 @@ const SPAN_PAGES: usize = 16;
 const SPAN_POSITIONS: usize = SPAN_PAGES * PAGE_POSITIONS;
 /// Bits of a row's number; what goes with it is above them.
 const ROW_BITS: usize = 16;
+const ROW_MASK: u32 = (1 << ROW_BITS) - 1;
 /// How many times as long tiles take that are cut by spans, what adds these included, over 4. 8B on four H200, 2048
 /// rows behind 4096 and 6144 positions: 196 and 240 us by blocks that all have as many pages, 78 and 109, where whole
 /// tiles take 133 and 176 us for 96 and 128 pages of the longest.
@@ -46,6 +49,26 @@ pub struct Items {
     pub merges: Vec<[u32; 2]>,
     /// Rows that sample, ascending.
     pub samples: Vec<u32>,
+    /// Of these lists what the last layer needs.
+    pub last: Last,
+}
+
+/// What is left to compute of a pass behind K and V of its last layer: of all rows only those that sample go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Last {
+    /// Blocks of tokens in which rows sample, a bit each.
+    pub blocks: u32,
+    /// The first so many tiles have rows that sample.
+    pub tiles: u32,
+    /// The first so many merges are of rows that sample.
+    pub merges: u32,
+}
+
+impl Last {
+    /// Tokens of these blocks.
+    pub fn tokens(self) -> u32 {
+        self.blocks.count_ones() * TOKEN_BLOCK as u32
+    }
 }
 
 impl Items {
@@ -53,6 +76,28 @@ impl Items {
     pub fn is_cut(&self) -> bool {
         self.tiles.iter().any(|[_, part]| *part != ONLY_SPAN)
     }
+
+    /// Adds the rows that sample, and puts what the last layer needs first. Both parts of a list keep their order.
+    fn add_samples(&mut self, rows: &[Row]) {
+        self.samples = samples(rows).collect();
+        let samples = |word: u32, count: usize| {
+            let first = (word & ROW_MASK) as usize;
+            rows[first..first + count].iter().any(|row| row.flags & ROW_SAMPLE != 0)
+        };
+        let tile_samples = |[word, _]: &[u32; 2]| samples(*word, (*word >> ROW_BITS) as usize);
+        let row_samples = |[word, _]: &[u32; 2]| samples(*word, 1);
+        self.last = Last {
+            blocks: self.samples.iter().fold(0, |blocks, row| blocks | 1 << (*row as usize / TOKEN_BLOCK)),
+            tiles: put_first(&mut self.tiles, tile_samples),
+            merges: put_first(&mut self.merges, row_samples),
+        };
+    }
+}
+
+/// Puts those items first that are `of` a kind, and counts them.
+fn put_first(items: &mut [[u32; 2]], of: impl Fn(&[u32; 2]) -> bool) -> u32 {
+    items.sort_by_key(|item| !of(item));
+    items.iter().filter(|item| of(item)).count() as u32
 }
 
 impl Bounds {
@@ -166,7 +211,7 @@ impl Bounds {
         self.add_tiles(rows, tiles, (at_once, places), &mut items);
         spans.sort_by_key(|(pages, _)| Reverse(*pages));
         items.spans = spans.into_iter().map(|(_, span)| span).collect();
-        items.samples = samples(rows).collect();
+        items.add_samples(rows);
         items
     }
 }
@@ -207,13 +252,26 @@ mod tests {
     fn a_pass_of_prompts_and_decoding_rows_is_cut_as_the_kernels_read_it() {
         let rows = pass(&[(100, 1), (0, 40), (3000, 1), (1000, 33), (1023, 1), (1024, 1)]);
         let items = ALL.items(&rows, 0, (32, 4));
-        // Tiles end at positions 1031 and 1032, 31 and 39.
-        let tiles = [42 | 32 << 16, 74 | 1 << 16, 1 | 32 << 16, 33 | 8 << 16];
+        // Tiles end at positions 1032 and 39, where rows sample, and at 1031 and 31.
+        let tiles = [74 | 1 << 16, 33 | 8 << 16, 42 | 32 << 16, 1 | 32 << 16];
         assert_eq!(items.tiles, tiles.map(|tile| [tile, ONLY_SPAN]));
         let whole = [[41, 0], [41 | 1 << 16, 1], [75, ONLY_SPAN], [76, 3]];
         assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, ONLY_SPAN], [76 | 1 << 16, 4]]].concat());
         assert_eq!(items.merges, [[41 | 3 << 16, 0], [76 | 2 << 16, 3]]);
         assert_eq!(items.samples, [0, 40, 41, 74, 75, 76]);
+        assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 2 });
+    }
+
+    #[test]
+    fn the_last_layer_needs_the_blocks_of_rows_that_sample() {
+        let mut rows = pass(&[(0, 200), (1000, 100), (0, 212)]);
+        let last = |rows: &[Row]| ALL.items(rows, 0, (32, 4)).last;
+        assert_eq!(last(&rows), Last { blocks: 0b1110, tiles: 3, merges: 0 });
+        rows[511].flags = 0;
+        assert_eq!(last(&rows), Last { blocks: 0b0110, tiles: 2, merges: 0 });
+        rows.iter_mut().for_each(|row| row.flags = 0);
+        assert_eq!(last(&rows), Last::default());
+        assert_eq!(last(&pass(&[(5, 1); 300])).tokens(), 384);
     }
 
     /// Rows 1023 and 1024 of a sequence are in a tile, of which the first sees one span, the second two.
@@ -222,7 +280,8 @@ mod tests {
         let rows = pass(&[(100, 1), (1023, 2), (3000, 1)]);
         let items = ALL.items(&rows, 0, (32, 2));
         assert_eq!(items.tiles, [[1 | 2 << 16, 3], [1 | 2 << 16, 4 | 1 << 16]], "behind the three spans of row 3");
-        assert_eq!(items.merges, [[3 | 3 << 16, 0], [1 | 1 << 16, 3], [2 | 2 << 16, 5]]);
+        assert_eq!(items.merges, [[3 | 3 << 16, 0], [2 | 2 << 16, 5], [1 | 1 << 16, 3]], "row 1 does not sample");
+        assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 2 });
         let whole = |at_once, bounds: Bounds| bounds.items(&rows, 0, (32, at_once)).tiles.len() == 1;
         assert!(whole(1, ALL), "there are no fewer tiles than blocks");
         assert!(whole(2, Bounds { spans: 6, ..ALL }) && !whole(2, Bounds { spans: 7, ..ALL }));
@@ -277,11 +336,20 @@ mod tests {
             let mut spans = vec![Vec::new(); rows.len()];
             let mut used = std::collections::BTreeSet::new();
             let mut read = usize::MAX;
-            for &[tile, part] in &items.tiles {
+            let is_sampled = |row: usize| rows[row].flags & ROW_SAMPLE != 0;
+            for (place, &[tile, part]) in items.tiles.iter().enumerate() {
                 let (first, len) = ((tile & 0xffff) as usize, (tile >> 16) as usize);
                 assert!((1..=tile_rows).contains(&len));
                 let tile = &rows[first..first + len];
                 assert!(tile.iter().all(|row| row.first_row == rows[first].first_row));
+                assert_eq!(
+                    (first..first + len).any(is_sampled),
+                    place < items.last.tiles as usize,
+                    "what samples first"
+                );
+                if place == items.last.tiles as usize {
+                    read = usize::MAX;
+                }
                 let all =
                     bounds.pages(tile[0].position as usize).start..bounds.pages(tile[len - 1].position as usize).end;
                 let (from, to) = (all.start / 16, all.end.div_ceil(16));
@@ -310,6 +378,9 @@ mod tests {
                 assert!(place == ONLY_SPAN || used.insert(place), "a place is used once");
             }
             assert_eq!(used.iter().copied().collect::<Vec<_>>(), (0..used.len() as u32).collect::<Vec<_>>());
+            for (place, [word, _]) in items.merges.iter().enumerate() {
+                assert_eq!(is_sampled((word & 0xffff) as usize), place < items.last.merges as usize);
+            }
             let mut places = 0;
             for (row, spans) in spans.iter_mut().enumerate() {
                 spans.sort();

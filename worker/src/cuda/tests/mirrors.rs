@@ -90,7 +90,7 @@ fn pass_struct() -> String {
         step,
         cut,
         carried,
-        reserved,
+        blocks,
     })
 }
 

@@ -15,16 +15,16 @@ use crate::cuda::error::CudaError;
 use crate::cuda::kernels::cache::Cache;
 use crate::cuda::kernels::compile::{Compiler, Resources};
 use crate::cuda::kernels::function::{Begin, Function};
-use crate::cuda::kernels::items::Bounds;
+use crate::cuda::kernels::items::{Bounds, Last};
 use crate::cuda::kernels::launch::Launch;
 use crate::cuda::kernels::module::Module;
-use crate::cuda::kernels::variants::{Variant, Width};
+use crate::cuda::kernels::variants::{TOKEN_BLOCK, Variant, Width};
 use crate::cuda::weights::layout::Layout;
 
 use carry::Carrier;
 #[cfg(test)]
 pub use phases::names;
-use phases::{Phase, Steps, Turn, turns};
+use phases::{Phase, Step, Steps, Turn, turns};
 pub use products::Products;
 
 /// What the source says of itself once it is compiled, in this order.
@@ -96,8 +96,15 @@ pub struct Pass {
     /// Of a pass whose sums and x copy engines carry: how many runs of tokens a rank adds up, one behind the other.
     /// 0: kernels send them. Filled in by [`Matrix::launch_layers`] and [`Matrix::launch_head`].
     pub carried: u32,
-    /// Nothing: a field of the alignment.
-    pub reserved: u32,
+    /// Blocks of tokens that the launch computes, a bit each. Filled in launch by launch.
+    pub blocks: u32,
+}
+
+impl Pass {
+    /// Of the launches behind K and V of the last layer.
+    fn of_last(self, last: Last) -> Self {
+        Self { blocks: last.blocks, tile_count: last.tiles, merge_count: last.merges, ..self }
+    }
 }
 
 /// What kernels are loaded for.
@@ -230,8 +237,8 @@ impl Matrix {
     /// # Safety
     /// What `launch` and `pass` point to is as their fields say, and stays until the stream has come that far.
     #[allow(unsafe_code)]
-    pub unsafe fn launch(&self, launch: Launch, pass: Pass, stream: &Stream) -> Result<(), CudaError> {
-        let mut half = Half::new(self, launch, pass, self.steps.phases(launch.row_count, &pass).collect());
+    pub unsafe fn launch(&self, launch: Launch, pass: Pass, last: Last, stream: &Stream) -> Result<(), CudaError> {
+        let mut half = Half::new(self, launch, pass, last, self.steps.phases(launch.row_count, &pass, last));
         // SAFETY: as the caller vouches.
         unsafe { half.put_while(stream, |_| true) }
     }
@@ -246,11 +253,11 @@ impl Matrix {
     /// # Safety
     /// As [`Self::launch`].
     #[allow(unsafe_code)]
-    pub unsafe fn launch_layers(&self, passes: [(Launch, Pass); 2], stream: &Stream) -> Result<(), CudaError> {
+    pub unsafe fn launch_layers(&self, passes: [(Launch, Pass, Last); 2], stream: &Stream) -> Result<(), CudaError> {
         let carrier = self.carrier.as_ref().expect("pairs, as the step has more rows than a pass");
-        let mut halves = passes.map(|(launch, pass)| {
+        let mut halves = passes.map(|(launch, pass, last)| {
             let pass = Pass { carried: carrier.own_runs(launch.row_count), ..pass };
-            Half::new(self, launch, pass, self.steps.body(launch.row_count, &pass).collect())
+            Half::new(self, launch, pass, last, self.steps.body(launch.row_count, &pass, last))
         });
         // SAFETY: as the caller vouches.
         unsafe {
@@ -283,13 +290,14 @@ impl Matrix {
         &self,
         launch: Launch,
         pass: Pass,
+        last: Last,
         again: bool,
         stream: &Stream,
     ) -> Result<(), CudaError> {
         // As the joins in front of it.
         let carried = self.carrier.as_ref().map_or(0, |carrier| carrier.own_runs(launch.row_count));
         let pass = Pass { carried, ..pass };
-        let mut half = Half::new(self, launch, pass, self.steps.head(&pass, again).collect());
+        let mut half = Half::new(self, launch, pass, last, self.steps.head(&pass, again));
         // SAFETY: as the caller vouches.
         unsafe { half.put_while(stream, |_| true) }
     }
@@ -300,7 +308,8 @@ struct Half<'a> {
     matrix: &'a Matrix,
     launch: Launch,
     pass: Pass,
-    phases: Vec<(Phase, u32)>,
+    last: Last,
+    steps: Vec<Step>,
     /// Launches that are in the stream.
     put: usize,
     /// Of the next launch.
@@ -308,18 +317,20 @@ struct Half<'a> {
 }
 
 impl<'a> Half<'a> {
-    fn new(matrix: &'a Matrix, launch: Launch, pass: Pass, phases: Vec<(Phase, u32)>) -> Self {
-        let pass = Pass { tiles: matrix.tiles.address(), ..pass };
+    fn new(matrix: &'a Matrix, launch: Launch, pass: Pass, last: Last, steps: Vec<Step>) -> Self {
+        let blocks = launch.row_count.div_ceil(TOKEN_BLOCK as u32);
+        let pass = Pass { tiles: matrix.tiles.address(), blocks: u32::MAX >> (u32::BITS - blocks), ..pass };
         // Whatever is in front of a pass has to be over.
-        Self { matrix, launch, pass, phases, put: 0, begin: Begin::Behind }
+        Self { matrix, launch, pass, last, steps, put: 0, begin: Begin::Behind }
     }
 
     /// Puts the next launch into the stream.
     #[allow(unsafe_code)]
     unsafe fn put(&mut self, stream: &Stream) -> Result<(), CudaError> {
-        let (phase, layer) = self.phases[self.put];
+        let Step { phase, layer, samples } = self.steps[self.put];
+        let pass = if samples { self.pass.of_last(self.last) } else { self.pass };
         let blocks = if phase.meets() { 1 } else { self.matrix.blocks };
-        let parameters = [bytes_of(&self.launch), bytes_of(&self.pass), bytes_of(&layer)];
+        let parameters = [bytes_of(&self.launch), bytes_of(&pass), bytes_of(&layer)];
         // SAFETY: the kernels take a `Launch`, a `Pass` and a layer; the caller vouches for what they point to.
         unsafe { self.matrix.functions[phase as usize].launch(stream, blocks, self.begin, parameters)? };
         self.begin = Begin::Overlapping;
@@ -330,17 +341,18 @@ impl<'a> Half<'a> {
     /// Puts launches into the stream up to the first of another phase.
     #[allow(unsafe_code)]
     unsafe fn put_while(&mut self, stream: &Stream, of: impl Fn(Phase) -> bool) -> Result<(), CudaError> {
-        while self.phases.get(self.put).is_some_and(|(phase, _)| of(*phase)) {
+        while self.steps.get(self.put).is_some_and(|step| of(step.phase)) {
             // SAFETY: as the caller vouches.
             unsafe { self.put(stream)? };
         }
         Ok(())
     }
 
-    /// Puts the next launch, and has what it leaves for the other ranks carried.
+    /// Puts the next launch, if there is one, and has what it leaves for the other ranks carried.
     #[allow(unsafe_code)]
     unsafe fn put_carried(&mut self, stream: &Stream, carrier: &Carrier) -> Result<(), CudaError> {
-        let (phase, layer) = self.phases[self.put];
+        // A pass without rows that sample ends before the other one of its pair.
+        let Some(&Step { phase, layer, .. }) = self.steps.get(self.put) else { return Ok(()) };
         let what = phase.leaves().expect("a product or a join, up to which launches were put");
         // SAFETY: as the caller vouches.
         unsafe {

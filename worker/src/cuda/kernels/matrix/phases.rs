@@ -3,6 +3,7 @@
 use super::Pass;
 use super::carry::{Behind, Carried};
 use super::products::{Cut, Products};
+use crate::cuda::kernels::items::Last;
 use crate::cuda::weights::layout::Layout;
 
 /// A phase of a pass: its kernel.
@@ -136,6 +137,15 @@ impl Phase {
     }
 }
 
+/// A launch of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Step {
+    pub(super) phase: Phase,
+    pub(super) layer: u32,
+    /// Whether only rows that sample have a part in it: it comes behind K and V of the last layer.
+    pub(super) samples: bool,
+}
+
 /// What decides which launches a pass has, beside its rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Steps {
@@ -152,50 +162,66 @@ impl Steps {
         Self { layers: c.num_layers as u32, qk_norm: c.qk_norm, products, group: layout.ranks() > 1 }
     }
 
-    /// The launches of a pass of so many rows: phase and layer. What it has no items for is left out.
-    pub(super) fn phases(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
-        self.body(rows, pass).chain(self.head(pass, false))
+    /// The launches of a pass of so many rows. What it has no items for is left out.
+    pub(super) fn phases(&self, rows: u32, pass: &Pass, last: Last) -> Vec<Step> {
+        let mut steps = self.body(rows, pass, last);
+        steps.extend(self.head(pass, false));
+        steps
     }
 
-    /// Of these what comes before the end of the layers.
-    pub(super) fn body(&self, rows: u32, pass: &Pass) -> impl Iterator<Item = (Phase, u32)> + use<> {
+    /// Of these what comes before the end of the layers. Where no row samples, the last layer ends with K and V.
+    pub(super) fn body(&self, rows: u32, pass: &Pass, last: Last) -> Vec<Step> {
         let Self { layers, qk_norm, products, group } = *self;
-        let (tiles, cut, spans, merges) =
-            (pass.tile_count > 0, pass.cut != 0, pass.span_count > 0, pass.merge_count > 0);
-        let [qkv, out, _, down] = products.cuts(rows);
-        let [after_out, after_down] = self.norms();
-        let layer = [
-            (after_down, true),
-            (Phase::QueryKeyValue.cut(qkv), true),
-            (Phase::HeadNorms, qk_norm),
+        let mut steps = Vec::new();
+        let mut put = |phases: &[(Phase, bool)], layer, samples| {
+            let run = phases.iter().filter(|(_, runs)| *runs);
+            steps.extend(run.map(|&(phase, _)| Step { phase, layer, samples }));
+        };
+        put(
+            &[
+                (Phase::MeetBegun, group),
+                (Phase::TellEmbeddings, group),
+                (Phase::MeetEmbedded, group),
+                (Phase::Embed, true),
+            ],
+            0,
+            false,
+        );
+        let qkv = Phase::QueryKeyValue.cut(products.cuts(rows)[0]);
+        let attend = self.attend(rows, pass);
+        for layer in 0..layers {
+            let norms = if layer == 0 { Phase::Norms } else { self.norms()[1] };
+            put(&[(norms, true), (qkv, true), (Phase::HeadNorms, qk_norm)], layer, false);
+            if layer + 1 < layers {
+                put(&attend, layer, false);
+            } else if pass.sample_count > 0 {
+                put(&self.attend(last.tokens(), &pass.of_last(last)), layer, true);
+            }
+        }
+        steps
+    }
+
+    /// What a layer computes behind q, k and v of so many rows, and whether there is any of it.
+    fn attend(&self, rows: u32, pass: &Pass) -> [(Phase, bool); 10] {
+        let (tiles, cut) = (pass.tile_count > 0, pass.cut != 0);
+        let [_, out, _, down] = self.products.cuts(rows);
+        [
             (Phase::AttendTiles, tiles && !cut),
             (Phase::AttendCutTiles, tiles && cut),
-            (Phase::AttendSpans, spans),
-            (Phase::MergeSpans, merges),
+            (Phase::AttendSpans, pass.span_count > 0),
+            (Phase::MergeSpans, pass.merge_count > 0),
             (Phase::AttentionOut.cut(out), true),
-            (Phase::JoinOut, group),
-            (after_out, true),
+            (Phase::JoinOut, self.group),
+            (self.norms()[0], true),
             (Phase::GateUp, true),
             (Phase::Down.cut(down), true),
-            (Phase::JoinDown, group),
-        ];
-        let embed = [
-            (Phase::MeetBegun, group),
-            (Phase::TellEmbeddings, group),
-            (Phase::MeetEmbedded, group),
-            (Phase::Embed, true),
-        ];
-        let of_layer = move |of| {
-            layer.map(|(phase, runs)| (if of == 0 && phase == after_down { Phase::Norms } else { phase }, runs, of))
-        };
-        let of_layers = (0..layers).flat_map(of_layer);
-        let all = embed.into_iter().map(|(phase, runs)| (phase, runs, 0)).chain(of_layers);
-        all.filter(|(_, runs, _)| *runs).map(|(phase, _, layer)| (phase, layer))
+            (Phase::JoinDown, self.group),
+        ]
     }
 
     /// And what comes behind: of the rows that sample. `again`: other launches have written logits since the pass
     /// began.
-    pub(super) fn head(&self, pass: &Pass, again: bool) -> impl Iterator<Item = (Phase, u32)> + use<> {
+    pub(super) fn head(&self, pass: &Pass, again: bool) -> Vec<Step> {
         let Self { layers, group, .. } = *self;
         let (samples, chooses) = (pass.sample_count > 0, pass.stopped != 0);
         let head = [
@@ -207,7 +233,8 @@ impl Steps {
             (Phase::MeetLogits, samples && group),
             (Phase::Choose, samples && chooses),
         ];
-        head.into_iter().filter(|(_, runs)| *runs).map(move |(phase, _)| (phase, layers))
+        let run = head.into_iter().filter(|(_, runs)| *runs);
+        run.map(|(phase, _)| Step { phase, layer: layers, samples: true }).collect()
     }
 
     /// The norms behind o and behind down.
@@ -260,33 +287,59 @@ mod tests {
         }
     }
 
+    fn names(steps: &Steps, rows: u32, pass: &Pass, last: Last) -> Vec<(&'static str, u32)> {
+        let steps = steps.phases(rows, pass, last).into_iter();
+        steps.map(|step| (&step.phase.name()["matrix_".len()..], step.layer)).collect()
+    }
+
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
         let steps = |qk_norm| Steps { layers: 2, qk_norm, products: Products::LLAMA_8B, group: false };
-        let of_rows = |rows, pass: &Pass, steps: Steps| -> Vec<_> {
-            steps.phases(rows, pass).map(|(phase, layer)| (&phase.name()["matrix_".len()..], layer)).collect()
+        // One layer of two, and what comes behind them.
+        let first = |rows, pass: &Pass, qk_norm| {
+            let all = names(&steps(qk_norm), rows, pass, Last::default());
+            all.into_iter().filter(|(_, layer)| *layer == 0).map(|(name, _)| name).collect::<Vec<_>>()
         };
-        let names = |pass: &Pass, qk_norm| of_rows(2048, pass, steps(qk_norm));
         let prompt = Pass { tile_count: 3, ..Pass::default() };
-        let of = |layer| ["norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"].map(|name| (name, layer));
-        assert_eq!(names(&prompt, false), [&[("embed", 0)], &of(0)[..], &of(1)].concat());
-        let all = Pass { tile_count: 1, span_count: 1, merge_count: 1, sample_count: 1, ..Pass::default() };
-        let all = names(&all, true);
+        let layer = ["embed", "norms", "qkv", "attend_tiles", "out", "norms", "gate_up", "down"];
+        assert_eq!(first(2048, &prompt, false), layer);
+        let all = Pass { span_count: 1, merge_count: 1, sample_count: 1, ..prompt };
         let layer = ["norms", "qkv", "head_norms", "attend_tiles", "attend_spans", "merge_spans", "out", "norms"];
-        assert_eq!(all[1..9], layer.map(|name| (name, 0)));
-        assert_eq!(all[21..], [("norms", 2), ("gather", 2), ("head", 2)]);
-        let chooses = Pass { span_count: 1, sample_count: 1, stopped: 1, ..Pass::default() };
-        let end = ["norms", "gather", "head_choose", "choose"].map(|name| (name, 2));
-        assert_eq!(names(&chooses, false)[15..], end);
-        assert_eq!(names(&Pass { sample_count: 0, ..chooses }, false).len(), 15);
-        let cut = names(&Pass { cut: 1, merge_count: 9, ..prompt }, false);
-        assert_eq!(cut[3..6], ["attend_cut_tiles", "merge_spans", "out"].map(|name| (name, 0)));
-        let few = of_rows(128, &prompt, steps(false));
+        assert_eq!(first(2048, &all, true)[1..9], layer);
+        let cut = first(2048, &Pass { cut: 1, merge_count: 9, ..prompt }, false);
+        assert_eq!(cut[3..6], ["attend_cut_tiles", "merge_spans", "out"]);
         let quads = ["norms", "qkv_quads", "attend_tiles", "out_quads", "norms", "gate_up", "down_quads"];
-        assert_eq!(few[1..8], quads.map(|name| (name, 0)));
-        let more = of_rows(256, &prompt, steps(false));
+        assert_eq!(first(128, &prompt, false)[1..], quads);
         let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down_halves"];
-        assert_eq!(more[1..8], halves.map(|name| (name, 0)));
+        assert_eq!(first(256, &prompt, false)[1..], halves);
+    }
+
+    /// Behind K and V of the last layer there are only rows that sample.
+    #[test]
+    fn the_last_layer_is_of_rows_that_sample() {
+        let steps = Steps { layers: 2, qk_norm: true, products: Products::LLAMA_8B, group: false };
+        let of = |pass: &Pass, last| -> Vec<_> {
+            let all = names(&steps, 2048, pass, last).into_iter();
+            all.skip_while(|(_, layer)| *layer == 0).collect()
+        };
+        let project = ["norms", "qkv", "head_norms"].map(|name| (name, 1));
+        let none = Pass { tile_count: 9, span_count: 1, merge_count: 8, cut: 1, ..Pass::default() };
+        assert_eq!(of(&none, Last::default()), project, "no row samples");
+
+        let pass = Pass { sample_count: 2, ..none };
+        let last = Last { blocks: 1 << 3 | 1, tiles: 1, merges: 0 };
+        let attend = ["attend_cut_tiles", "attend_spans", "out_halves", "norms", "gate_up", "down_halves"];
+        let head = |names: &[&'static str]| names.iter().map(|name| (*name, 2)).collect::<Vec<_>>();
+        let all = [&project[..], &attend.map(|name| (name, 1)), &head(&["norms", "gather", "head"])].concat();
+        assert_eq!(of(&pass, last), all, "two blocks are cut as two are");
+        let chooses = Pass { stopped: 1, ..pass };
+        let choose = head(&["norms", "gather", "head_choose", "choose"]);
+        assert_eq!(of(&chooses, last)[all.len() - 3..], choose);
+        let one = of(&pass, Last { blocks: 1 << 15, tiles: 0, merges: 1 });
+        assert_eq!(one[3..6], ["attend_spans", "merge_spans", "out_quads"].map(|name| (name, 1)));
+
+        let samples: Vec<_> = steps.phases(2048, &pass, last).iter().map(|step| step.samples).collect();
+        assert!(samples.is_sorted() && samples.iter().filter(|samples| **samples).count() == attend.len() + 3);
     }
 
     #[test]
@@ -315,12 +368,14 @@ mod tests {
     fn ranks_meet_around_what_they_write_to_each_other() {
         let pass = Pass { span_count: 1, sample_count: 1, ..Pass::default() };
         let steps = Steps { layers: 1, qk_norm: false, products: Products::LLAMA_8B_RANK, group: true };
-        let names: Vec<_> = steps.phases(8, &pass).map(|(phase, _)| &phase.name()["matrix_".len()..]).collect();
+        let last = Last { blocks: 1, tiles: 0, merges: 0 };
+        let names: Vec<_> = names(&steps, 8, &pass, last).into_iter().map(|(name, _)| name).collect();
         let embed = ["meet_begun", "tell_embeddings", "meet_embedded", "embed", "norms", "qkv_quads", "attend_spans"];
         let layer = ["out", "join_out", "norms_of_joined_out", "gate_up", "down", "join_down", "norms_of_joined_down"];
         assert_eq!(names, [&embed[..], &layer, &["gather", "head", "meet_logits"]].concat());
-        let chooses = steps.phases(8, &Pass { stopped: 1, ..pass }).map(|(phase, _)| phase);
+        let chooses = steps.phases(8, &Pass { stopped: 1, ..pass }, last).into_iter().map(|step| step.phase);
         assert!(chooses.skip(names.len() - 2).eq([Phase::HeadChoose, Phase::MeetLogits, Phase::Choose]));
-        assert!(steps.phases(8, &pass).all(|(phase, _)| phase.meets() == phase.name().starts_with("matrix_meet")));
+        let all = steps.phases(8, &pass, last);
+        assert!(all.iter().all(|Step { phase, .. }| phase.meets() == phase.name().starts_with("matrix_meet")));
     }
 }

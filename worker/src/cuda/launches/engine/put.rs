@@ -8,7 +8,7 @@ use crate::cuda::device::gpu::Stream;
 use crate::cuda::device::memory::DeviceBuffer;
 use crate::cuda::error::CudaError;
 use crate::cuda::fabric::MAX_RANKS;
-use crate::cuda::kernels::items::{self, Bounds, Items};
+use crate::cuda::kernels::items::{self, Bounds, Items, Last};
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{LAUNCH_LOGITS, LAUNCH_UNDRAWN, Launch, ROW_SAMPLE, Row};
 use crate::cuda::kernels::matrix::Pass;
@@ -79,17 +79,17 @@ impl Engine {
             let Prepared { by, launch, ticket, samples } = self.prepare(rows, 1, draws, None, lane)?;
             let chain = samples.then(|| self.chain(by.clone(), launch, &ticket, rows, 1)).transpose()?;
             let launch = chain.as_ref().map_or(launch, |chain| Launch { tokens: chain.tokens(), ..chain.decoder });
-            let pass = self.matrix_pass(&by, &launch, 0, false)?;
-            passes.push((launch, pass, chain));
+            let (pass, last) = self.matrix_pass(&by, &launch, 0, false)?;
+            passes.push(((launch, pass, last), chain));
             self.launches.push(ticket);
         }
         let matrix = self.matrix.as_ref().expect("matrix passes, as they are a pair");
         // SAFETY: as in `put_decoder`; the passes have words and inboxes of their own.
-        unsafe { matrix.launch_layers([0, 1].map(|lane| (passes[lane].0, passes[lane].1)), &self.stream)? };
-        for (lane, (launch, pass, chain)) in passes.into_iter().enumerate() {
+        unsafe { matrix.launch_layers([0, 1].map(|lane| passes[lane].0), &self.stream)? };
+        for (lane, ((launch, pass, last), chain)) in passes.into_iter().enumerate() {
             let matrix = self.matrix.as_ref().expect("as above");
             // SAFETY: as above.
-            unsafe { matrix.launch_head(launch, pass, lane > 0, &self.stream)? };
+            unsafe { matrix.launch_head(launch, pass, last, lane > 0, &self.stream)? };
             if let Some(chain) = &chain {
                 self.put_chain_sampler(chain, &[])?;
             }
@@ -311,16 +311,16 @@ impl Engine {
             // rows name slots and pages that the batch has checked.
             By::Kernel(kernel) => unsafe { run(&mut self.kernels[*kernel], &mut self.gauged, launch, &self.stream) },
             By::Matrix { .. } => {
-                let pass = self.matrix_pass(by, &launch, step, more)?;
+                let (pass, last) = self.matrix_pass(by, &launch, step, more)?;
                 let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
                 // SAFETY: as above.
-                unsafe { matrix.launch(launch, pass, &self.stream) }
+                unsafe { matrix.launch(launch, pass, last, &self.stream) }
             }
         }
     }
 
     /// What a matrix pass is given beside its launch, for step `step`, perhaps with more behind it.
-    fn matrix_pass(&mut self, by: &By, launch: &Launch, step: u32, more: bool) -> Result<Pass, CudaError> {
+    fn matrix_pass(&mut self, by: &By, launch: &Launch, step: u32, more: bool) -> Result<(Pass, Last), CudaError> {
         let By::Matrix { rows, items, choose } = by else { unreachable!("a matrix pass") };
         let pass = Pass {
             stopped: if *choose { self.sampler.stopped_address() } else { 0 },
@@ -331,14 +331,14 @@ impl Engine {
         self.put_pass_items(pass, rows.clone(), *items)
     }
 
-    /// Adds the items of rows `rows` of the host's to `pass`. Those of steps that are in the stream together take turns
-    /// in the words from `first` on.
+    /// Adds the items of rows `rows` of the host's to `pass`, and says which of them its last layer needs. Those of steps
+    /// that are in the stream together take turns in the words from `first` on.
     #[allow(unsafe_code)]
-    fn put_pass_items(&mut self, pass: Pass, rows: Range<usize>, first: usize) -> Result<Pass, CudaError> {
+    fn put_pass_items(&mut self, pass: Pass, rows: Range<usize>, first: usize) -> Result<(Pass, Last), CudaError> {
         let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
         let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tiles_of);
         let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
-        let Items { tiles, spans, merges, samples } = &items;
+        let Items { tiles, spans, merges, samples, last } = &items;
         let mut end = first;
         let mut place = |words: &[u32]| {
             self.host_items[end..end + words.len()].copy_from_slice(words);
@@ -361,7 +361,7 @@ impl Engine {
         self.items_used = self.items_used.max(end.next_multiple_of(2));
         // SAFETY: the words are written again only after `finish`, or once the pass that reads them has its tokens.
         unsafe { self.pools.items.write_async(first * size_of::<u32>(), &self.host_items[first..end], &self.stream)? };
-        Ok(pass)
+        Ok((pass, *last))
     }
 
     /// Words for the items of a step of so many rows.

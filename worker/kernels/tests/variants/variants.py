@@ -367,7 +367,7 @@ class Kernel:
         m = self.model
         tensors = [
             m.packed, m.gamma, None if m.shape.tied else m.embedding, m.bias, m.scales, m.norms, m.rope, self.kv,
-            self.k_scale, self.words, self.page_table, self.logits, self.rows, self.items, stopped
+            self.k_scale, self.words, self.page_table, self.logits, self.rows, None, self.items, stopped
         ]
         base = self.host.data_ptr()
         pointers = [0 if t is None else t.data_ptr() for t in tensors]
@@ -375,7 +375,7 @@ class Kernel:
         if self.zeroed:
             self.words[: self.zeroed] = 0
         inboxes = [inbox.data_ptr() for inbox in self.inboxes] + [0] * (16 - len(self.inboxes))
-        parameter = struct.pack("<19Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags,
+        parameter = struct.pack("<20Q8I16Q", *pointers, rows, steps, self.epoch, self.stride, self.pages, flags,
                                 self.rank, 0, *inboxes)
         self.epoch += steps * (m.shape.layers + 1)
         return parameter

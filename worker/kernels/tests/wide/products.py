@@ -127,9 +127,9 @@ def run(args):
     for name in list(kernels) * args.rounds:
         function, shared, threads = kernels[name]
         layers = SHAPES[next(shape for shape in SHAPES if name.startswith(shape + "-"))][0]
-        # Launch in layout/launch.cuh: 19 pointers, 8 numbers, 16 inboxes.
-        pointers = [weights, 0, 0, 0, 0, 0, 0, 0, 0, words, 0, other, 0, 0, 0, tokens, other, other, 0]
-        launch = struct.pack("<19Q8I16Q", *pointers, 0, layers, *[0] * 6, *[0] * 16)
+        # Launch in layout/launch.cuh: 20 pointers, 8 numbers, 16 inboxes.
+        pointers = [weights, 0, 0, 0, 0, 0, 0, 0, 0, words, 0, other, 0, 0, 0, 0, tokens, other, other, 0]
+        launch = struct.pack("<20Q8I16Q", *pointers, 0, layers, *[0] * 6, *[0] * 16)
         buffer = ctypes.create_string_buffer(launch, len(launch))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         driver.call("cuEventRecord", begun, None)

@@ -97,8 +97,8 @@ LP_PRODUCT(matrix_qkv, 2) { qkv<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
 LP_PRODUCT(matrix_gate_up, 2) {
   matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
-                                       pass.tiles + Tiles::gate_up, launch.words, Memory::x,
-                                       pass.blocks, matrix::Activate{launch, layer});
+                                       pass.tiles + Tiles::gate_up, launch.words, Memory::x, pass.blocks,
+                                       matrix::Activate{launch, layer});
 }
 LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
 LP_VECTORS(matrix_gather) {
@@ -161,7 +161,7 @@ LP_JOIN(matrix_join_down, matrix::kMeetDown, Down, 2 * layer + 2)
     if constexpr (kRanks > 1) {                                           \
       matrix::meet<MEET>(launch, layer, pass.carried > 0);                \
       launch_dependents();                                                \
-      matrix::find_norms(launch, pass);                                         \
+      matrix::find_norms(launch, pass);                                   \
     } else trap();                                                        \
   }
 LP_NORMS_OF_JOINED(matrix_norms_of_joined_out, matrix::kMeetOutJoined)

@@ -6,7 +6,7 @@
 //   | norms, gather, head
 // The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
 // beyond the last one, up to a block of tokens, hold anything: a column of a product has a part in nothing but itself.
-// So have, behind qkv of the last layer, rows that do not sample (Pass::blocks). Where none samples, nothing comes there.
+// So may, behind qkv of the last layer, rows that do not sample (Pass::blocks). Where none samples, nothing comes there.
 // A pass that chooses its tokens ends with head_choose, choose (choice.cuh) instead of head. Of several ranks there are
 // more launches: see ranks.cuh.
 #pragma once
@@ -134,8 +134,8 @@ struct Pass {
   u32 cut;                 // whether tiles are cut by spans
   // 0, or, where copy engines carry sums and x, how many runs a rank adds up, one behind the other (ranks.cuh).
   u32 carried;
-  // Blocks of tokens that the launch computes, a bit each: all, but behind K and V of the last layer those in which rows
-  // sample. The items that it is given are then of such rows alone.
+  // Blocks of tokens that the launch computes, a bit each: all, but behind K and V of the last layer those in which
+  // rows sample. The tiles and merges that it is given are then of such rows alone.
   u32 blocks;
 };
 static_assert(kTokenBlocks <= 32, "a bit for each block of tokens");

@@ -5,7 +5,7 @@ namespace matrix {
 
 constexpr u32 kVectorThreads = 512;
 
-LP_DEVICE u32 token_blocks(u32 tokens) { return (tokens + kTokens - 1) / kTokens; }
+constexpr u32 token_blocks(u32 tokens) { return (tokens + kTokens - 1) / kTokens; }
 /// Whether a launch computes the block that a token is in.
 LP_DEVICE bool has_block(const Pass& pass, u32 token) { return pass.blocks >> token / kTokens & 1; }
 /// Calls work(i) for i below `count`, a warp one.

@@ -68,8 +68,8 @@ pub struct PromptReport {
     pub best_ms: f64,
     /// Tokens of the prompt a second, in the median.
     pub tokens_per_s: f64,
-    /// The same as work: TFLOP/s of the layers' products, of the last layer q, k and v alone: nothing else is computed for
-    /// all tokens. Attention and the LM head take time, but count for nothing.
+    /// The same as work: TFLOP/s of the layers' products, of the last layer q, k and v alone: nothing else of it is
+    /// computed for all tokens. Attention and the LM head take time, but count for nothing.
     pub tflop_per_s: f64,
 }
 
@@ -208,8 +208,8 @@ impl BesideReport {
 }
 
 impl PromptReport {
-    /// From the times of a prompt of `tokens` tokens; at least one. weights: parameters that each token is multiplied by,
-    /// those of the layers' products but for the last layer's behind q, k and v, which only the last token needs.
+    /// From the times of a prompt of `tokens` tokens; at least one. weights: parameters that each token is multiplied
+    /// by, those of the layers' products but for the last layer's behind q, k and v, which only the last token needs.
     pub fn new(tokens: u32, mut times: Vec<Duration>, weights: usize) -> Self {
         times.sort();
         let ms = |time: Duration| time.as_secs_f64() * 1e3;

@@ -15,8 +15,10 @@
 #include "layout/launch.cuh"
 #include "layout/page.cuh"
 #include "matrix/layout.cuh"
+#include "ops/tree_sum.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"
+#include "ops/values.cuh"
 #include "matrix/attend_tiles.cuh"
 #include "matrix/attend_spans.cuh"
 

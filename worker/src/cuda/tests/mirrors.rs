@@ -180,6 +180,21 @@ fn structs_have_the_same_fields_at_the_same_places() {
     built(&compiler, &Program { defines, ..checked_program(&HEADERS, &text) }).unwrap();
 }
 
+/// Scripts that launch kernels by themselves write a `Launch` down as so many pointers, numbers and inboxes.
+#[test]
+fn scripts_pack_as_long_a_launch() {
+    let scripts = [
+        ("variants.py", include_str!("../../../kernels/tests/variants/variants.py")),
+        ("products.py", include_str!("../../../kernels/tests/wide/products.py")),
+    ];
+    for (name, text) in scripts {
+        let (before, _) = text.split_once("Q8I16Q\"").unwrap_or_else(|| panic!("{name} packs no launch"));
+        let (_, pointers) = before.rsplit_once("\"<").expect("a format begins with <");
+        let pointers: usize = pointers.parse().unwrap();
+        assert_eq!(8 * pointers + 8 * 4 + 16 * 8, size_of::<Launch>(), "{name} has {pointers} pointers");
+    }
+}
+
 /// Where each block's tiles of each product begin, as assertions.
 fn dealt(layout: &Layout) -> String {
     let mut text = String::from("#include \"ptx/ptx.cuh\"\n#include \"layout/shape.cuh\"\n");

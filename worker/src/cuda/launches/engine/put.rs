@@ -331,8 +331,8 @@ impl Engine {
         self.put_pass_items(pass, rows.clone(), *items)
     }
 
-    /// Adds the items of rows `rows` of the host's to `pass`, and says which of them its last layer needs. Those of steps
-    /// that are in the stream together take turns in the words from `first` on.
+    /// Adds the items of rows `rows` of the host's to `pass`, and says which of them its last layer needs. Those of
+    /// steps that are in the stream together take turns in the words from `first` on.
     #[allow(unsafe_code)]
     fn put_pass_items(&mut self, pass: Pass, rows: Range<usize>, first: usize) -> Result<(Pass, Last), CudaError> {
         let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");

@@ -82,7 +82,7 @@ constexpr u32 kInFlight = 3;
 constexpr u32 kStepBytes = kColumns * 32;
 constexpr u32 kInputSlots = kStages, kInputSteps = kLargeSlots ? 16 : 8;  // k16 steps of a slot
 // k16 steps of a slot that a warp uses at most, since it has registers for as many fragments; and of a bundle of leaves
-// of a tile (Own), which is one group.
+// of a tile (OwnSingles), which is one group.
 constexpr int kWaySteps = 8, kBundleSteps = 16;
 LP_DEVICE constexpr u32 vector_byte(u32 step, u32 column, u32 half) {
   return step * kStepBytes + (column >> 3) * 256 + half * 128 + (column & 7) * 16;
@@ -146,7 +146,7 @@ template <class PRODUCT> struct Cut {
   static constexpr int ways = split == Split::kLeaves ? 2 : 1,
                        columns = split == Split::kColumns ? kColumns / 2 : kColumns;
   static constexpr int leaves = block_leaves / ways;                                             // of a warp
-  static constexpr int bundle = 1, span_steps = P::leaf_steps;                                   // as of Own
+  static constexpr int bundle = 1, span_steps = P::leaf_steps;                                   // as of OwnSingles
   /// Sums of a warp: one, or, of less than a group, each leaf, since one is added after the other to what lies before.
   static constexpr int parts = leaves < P::group ? leaves : 1;
   /// The blocks of the pair have the two halves of a group.
@@ -201,47 +201,24 @@ using QkvCut = Cut<Qkv>;
 using OCut = Cut<O>;
 using DownCut = Cut<Down>;
 
-/// How a block's own tiles of a product, with all of K, lie on its warps: a warp has a unit, or, SINGLE, where a block
-/// has no more tiles than warps, a tile. Passes of some units, which read x once each.
-template <class PRODUCT, bool SINGLE = false> struct Own {
+/// A block's own tiles of a product, with all of K, in passes of some units, which read x once each. A warp has TILES
+/// tiles of a unit, one or both.
+template <class PRODUCT, int TILES> struct OwnTiles {
   using P = PRODUCT;
-  static constexpr bool single = SINGLE;
-  static constexpr int warp_tiles = SINGLE ? 1 : 2;
+  static constexpr int warp_tiles = TILES;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
-  static constexpr int pass_units = part_steps(SINGLE ? kConsumers / 2 : kConsumers, most_units);
-  // Where a warpgroup has warps for all units, or tiles, of a pass, the two divide columns, else these.
-  static constexpr bool split_columns = pass_units * 2 / warp_tiles <= kConsumers / 2;
+  static constexpr int pass_units = part_steps(kConsumers * TILES / 2, most_units);
+  // Where a warpgroup has warps for all of a pass, the two divide columns, else units or tiles.
+  static constexpr bool split_columns = pass_units * 2 / TILES <= kConsumers / 2;
   static constexpr int columns = split_columns ? kColumns / 2 : kColumns;
-  /// Weights of few bits, both tiles in a warp: fragments are loaded ahead (product.cuh).
-  static constexpr bool ahead = P::format != Format::kBf16 && !SINGLE;
-  // k16 steps that a stage has room for. Of products with both tiles and all columns in a warp there are registers for
-  // six steps of 64 columns, of those that are loaded ahead for ahead_steps.
+  // k16 steps that a stage has room for.
   static constexpr int room = (int)kStageBytes / (pass_units * 2 * P::run) * P::run_steps;
-  static constexpr int most_registers = ahead ? ahead_steps<P>() : columns == 64 ? 6 : kWaySteps,
-                       most_steps = min_of(min_of(room, most_registers), kWaySteps);
-  /// Leaves that follow each other in a group of products, each with sums of its own. SINGLE: as many as there are
-  /// registers for, since a group of few steps takes no less time. A span is that, or a leaf.
-  static constexpr int bundle = SINGLE && columns < 64 ? bundled<P>(min_of(room, kBundleSteps), 128 / columns) : 1,
-                       span_steps = bundle * P::leaf_steps;
-  // k16 steps of a slot, of a stage, and of products that are under way together. SINGLE: a stage has whole slots, or a
-  // slot whole stages; a bundle has one stage; ahead: both have whole groups; else a slot has whole stages.
-  static constexpr int part = bundle > 1 ? span_steps
-                              : SINGLE   ? part_steps(min_of(room, kWaySteps), P::leaf_steps, P::run_steps)
-                                         : part_steps(most_steps, P::leaf_steps, P::run_steps);
-  static constexpr int input_steps = bundle > 1 ? part_steps((int)kInputSteps, span_steps)
-                                     : SINGLE   ? (int)kInputSteps / kWaySteps * part
-                                                : (int)kInputSteps / part * part,
-                       steps = SINGLE  ? stage_parts(room, part, span_steps) * part
-                               : ahead ? min_of(room / part, (P::leaf_steps + part - 1) / part) * part
-                                       : part,
-                       runs = steps / P::run_steps;
-  static constexpr int most_group_slots = group_slots(pass_units * 2 * part * P::fragment),
-                       group_steps = SINGLE && steps > part ? most_group_slots * part : part;
+
   LP_DEVICE static int first_tile() { return P::first_tile(block_index()); }
   LP_DEVICE static int tiles() { return P::first_tile(block_index() + 1) - P::first_tile(block_index()); }
   LP_DEVICE static int passes() { return ((tiles() + 1) / 2 + pass_units - 1) / pass_units; }
-  /// The warp's unit of a pass, and, SINGLE, whether its tile is the second.
-  LP_DEVICE static int unit() { return (split_columns ? warp_index() & 3 : warp_index()) / (2 / warp_tiles); }
+  /// The warp's unit of a pass, and, of one tile, whether that is the second.
+  LP_DEVICE static int unit() { return (split_columns ? warp_index() & 3 : warp_index()) / (2 / TILES); }
   LP_DEVICE static bool second() { return warp_index() & 1; }
   /// Tiles of a unit; not positive if there is none.
   LP_DEVICE static int width(int pass, int unit) {
@@ -249,6 +226,45 @@ template <class PRODUCT, bool SINGLE = false> struct Own {
     return unit >= pass_units ? 0 : left < 2 ? left : 2;
   }
 };
+
+/// A warp has both tiles of a unit. Of weights of few bits fragments are loaded `ahead` (product.cuh).
+template <class P> struct OwnUnits : OwnTiles<P, 2> {
+  using Tiles = OwnTiles<P, 2>;
+  static constexpr bool single = false, ahead = P::format != Format::kBf16;
+  static constexpr int bundle = 1, span_steps = P::leaf_steps;
+  // k16 steps that there are registers for: six of all 64 columns, or those that are loaded ahead.
+  static constexpr int most_registers = ahead ? ahead_steps<P>() : Tiles::columns == 64 ? 6 : kWaySteps,
+                       most_steps = min_of(min_of(Tiles::room, most_registers), kWaySteps);
+  // k16 steps of products that are under way together, of a slot, and of a stage. A slot has whole stages; ahead: both
+  // have whole groups.
+  static constexpr int group_steps = part_steps(most_steps, P::leaf_steps, P::run_steps);
+  static constexpr int input_steps = (int)kInputSteps / group_steps * group_steps;
+  static constexpr int leaf_groups = (P::leaf_steps + group_steps - 1) / group_steps,
+                       steps = (ahead ? min_of(Tiles::room / group_steps, leaf_groups) : 1) * group_steps,
+                       runs = steps / P::run_steps;
+};
+
+/// A warp has a tile: a block has no more tiles than warps.
+template <class P> struct OwnSingles : OwnTiles<P, 1> {
+  using Tiles = OwnTiles<P, 1>;
+  static constexpr bool single = true, ahead = false;
+  /// Leaves that follow each other in a group of products, each with sums of its own: as many as there are registers
+  /// for, since a group of few steps takes no less time. A span is that, or a leaf.
+  static constexpr int most_bundle = bundled<P>(min_of(Tiles::room, kBundleSteps), 128 / Tiles::columns),
+                       bundle = Tiles::columns < 64 ? most_bundle : 1, span_steps = bundle * P::leaf_steps;
+  // k16 steps of a slot, of a stage, and of products that are under way together. A bundle is a stage and a group. Else
+  // a stage has whole slots, or a slot whole stages.
+  static constexpr int part =
+      bundle > 1 ? span_steps : part_steps(min_of(Tiles::room, kWaySteps), P::leaf_steps, P::run_steps);
+  static constexpr int input_steps =
+      bundle > 1 ? part_steps((int)kInputSteps, span_steps) : (int)kInputSteps / kWaySteps * part;
+  static constexpr int steps = stage_parts(Tiles::room, part, span_steps) * part, runs = steps / P::run_steps;
+  static constexpr int most_group_slots = group_slots(Tiles::pass_units * 2 * part * P::fragment),
+                       group_steps = steps > part ? most_group_slots * part : part;
+};
+
+template <class P, bool SINGLES> struct Own : OwnUnits<P> {};
+template <class P> struct Own<P, true> : OwnSingles<P> {};
 using GateUpOwn = Own<GateUp, (GateUp::most_tiles <= kConsumers)>;
 
 // ---- memory ----

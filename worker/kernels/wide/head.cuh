@@ -4,7 +4,7 @@
 
 namespace wide {
 
-using HeadOwn = Own<Head>;
+using HeadOwn = OwnUnits<Head>;
 
 struct Choice {
   const Launch& launch;

@@ -21,8 +21,9 @@ LP_DEVICE void init_rings(u32 shared) {
   }
 }
 
-/// A lane's part of stages: of each leaf's runs `runs` a stage, of the last one perhaps fewer. Of Own a leaf is a span
-/// here. If it is `on`, it copies its tiles of each, `run_bytes`, to offset `to`; they lie behind each other in memory.
+/// A lane's part of stages: of each leaf's runs `runs` a stage, of the last one perhaps fewer. Of a block's own tiles a
+/// leaf is a span here. If it is `on`, it copies its tiles of each, `run_bytes`, to offset `to`; they lie behind each
+/// other in memory.
 struct Part {
   bool on;
   const u8* from;

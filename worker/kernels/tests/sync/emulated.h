@@ -84,7 +84,11 @@ inline long long clock64() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count() / 40;
 }
 inline void fence_system() {}
-inline void trap() { std::abort(); }
+/// A check of the kernel's own that failed: says which.
+inline void trap(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  std::fprintf(stderr, "trapped at %s:%d\n", file, line);
+  std::abort();
+}
 inline u64 policy_evict_first() { return 0; }
 inline void nap(u32) { std::this_thread::yield(); }
 

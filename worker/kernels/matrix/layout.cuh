@@ -6,7 +6,7 @@
 //   | norms, gather, head
 // The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
 // beyond the last one, up to a block of tokens, hold anything: a column of a product has a part in nothing but itself.
-// So may, behind qkv of the last layer, rows that do not sample (Pass::blocks). Where none samples, nothing comes there.
+// So may, behind qkv of the last layer, rows that do not sample (Pass::blocks). Where none samples, a pass ends there.
 // A pass that chooses its tokens ends with head_choose, choose (choice.cuh) instead of head. Of several ranks there are
 // more launches: see ranks.cuh.
 #pragma once
@@ -68,8 +68,8 @@ struct Memory {
   // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
   static constexpr u64 spans = places + (u64)kColumns * 8;
   static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
-  // Of a team of a product whose K is cut: sums that its blocks tell each other, of two units in turns, and [2] u32 that
-  // count who has come, zeroed by `embed`.
+  // Of a team of a product whose K is cut: sums that its blocks tell each other, of two units in turns, and [2] u32
+  // that count who has come, zeroed by `embed`.
   static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
   static constexpr u64 unit_sums = 12 * 16384;
   static constexpr u64 come = sums + kMostTeams * 2 * unit_sums;

@@ -1,10 +1,10 @@
 // Products of matrix passes: C [rows of weights][tokens] = A B, in tiles of 128 rows by 128 tokens, by persistent
 // blocks.
 //
-// Cut::kPair, clusters of two: they have the same rows and two blocks of tokens that follow each other, and each fetches
-// half of A for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
-// Cut::kHalves, teams of two such pairs, where blocks would idle in the last round of tiles: a pair sums two of the four
-// groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
+// Cut::kPair, clusters of two: they have the same rows and two blocks of tokens that follow each other, and each
+// fetches half of A for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
+// Cut::kHalves, teams of two such pairs, where blocks would idle in the last round of tiles: a pair sums two of the
+// four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
 // Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
 // tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
 //

@@ -295,7 +295,7 @@ mod tests {
     #[test]
     fn a_pass_launches_what_it_has_items_for() {
         let steps = |qk_norm| Steps { layers: 2, qk_norm, products: Products::LLAMA_8B, group: false };
-        // One layer of two, and what comes behind them.
+        // The first layer of two.
         let first = |rows, pass: &Pass, qk_norm| {
             let all = names(&steps(qk_norm), rows, pass, Last::default());
             all.into_iter().filter(|(_, layer)| *layer == 0).map(|(name, _)| name).collect::<Vec<_>>()

@@ -10,6 +10,10 @@ constexpr u32 kLeafBytes = 2 * kGroupBytes, kPageLeaves = kPage / kLeafPositions
 LP_DEVICE u64 page_byte(u32 layer, u32 pages, u32 page, u32 kv_head) {
   return (((u64)layer * pages + page) * kKvHeads + kv_head) * kPageBytes;
 }
+/// Which of Launch::k_scale is 1 / rms of K at a page's first position (kQkNorm); the others follow.
+LP_DEVICE u64 first_scale(u32 layer, u32 pages, u32 page, u32 kv_head) {
+  return (((u64)layer * pages + page) * kKvHeads + kv_head) * kPage;
+}
 /// Byte within a page of (position of the page, dimension).
 LP_DEVICE u32 k_byte(u32 at, u32 dim) { return at / 8 * kGroupBytes + dim / 8 * 128 + at % 8 * 16 + dim % 8 * 2; }
 LP_DEVICE u32 v_byte(u32 at, u32 dim) {

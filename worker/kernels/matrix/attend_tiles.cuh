@@ -17,7 +17,7 @@ constexpr u32 kSharedMost = 232448;
 LP_DEVICE u32 first_visible(u32 position) { return kWindow && position + 1 > kWindow ? position + 1 - kWindow : 0; }
 /// 1 / rms of a page's K, [kPage] (kQkNorm).
 LP_DEVICE float* page_scales(const Launch& launch, u32 layer, u32 page, u32 kv_head) {
-  return launch.k_scale + (((u64)layer * launch.kv_pages + page) * kKvHeads + kv_head) * kPage;
+  return launch.k_scale + first_scale(layer, launch.kv_pages, page, kv_head);
 }
 /// Queries of a token's head, [kHeadDim] bf16.
 LP_DEVICE const u8* query_at(const Launch& launch, u32 row, u32 head) {

@@ -95,8 +95,7 @@ struct LeafOfItem {
   LP_DEVICE float* key_scales(const Launch& launch, const CountedRows& rows, u32 layer) const {
     const u32 table = rows.rows[item.row].slot * launch.page_stride + page,
               of_pool = load_constant_u32(launch.page_table + table);
-    return launch.k_scale + (((u64)layer * launch.kv_pages + of_pool) * kKvHeads + item.kv_head) * kPage +
-           number * kLeafPositions;
+    return launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head) + number * kLeafPositions;
   }
   /// `scale`: of positions g, g + 8; it is kept for steps to come, too.
   LP_DEVICE void patch(const Launch& launch, const CountedRows& rows, const Leaf& leaf, float* stored, u32 tag,

@@ -42,3 +42,18 @@ template <class SEEN> LP_DEVICE void clear_unseen(u32 group, const SEEN& seen) {
   }
   __syncwarp();
 }
+/// The same of a page of which positions `begin` to `end` - 1 are seen.
+LP_DEVICE void clear_outside(u32 page, u32 begin, u32 end) {
+#pragma unroll 1
+  for (u32 at = 0; at < kPage; at += 8) {
+    const u32 group = page + k_byte(at, 0);
+    if (at >= end || at + 8 <= begin) {
+      constexpr float kZeros[4] = {};
+#pragma unroll
+      for (u32 i = 0; i < kHeadDim / 32; i++) store_shared_16(group + kGroupV + (i * 32 + lane_index()) * 16, kZeros);
+    } else if (at < begin || at + 8 > end) {
+      clear_unseen(group, [&](u32 i) { return at + i >= begin && at + i < end; });
+    }
+  }
+  __syncwarp();
+}

@@ -4,9 +4,10 @@
 // head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a
 // row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
 //
-// A set has nothing to do with the stages of the other's items: who uses a page gives it back for the other set, too.
-// But it may wait for a stage only when what was in the same slot before has landed, or parities would alias; so before
-// it goes on it waits until the other set has seen all pages of its item land.
+// A set has nothing to do with the stages of the other's items, nor, where they have the same slots (kOwnPages), a warp
+// with the pages of others: who uses a page gives it back for them, too. But a stage may be waited for only when what
+// was in the same slot before has landed, or parities would alias. Of an item that is the warp's page four before; and
+// before a set goes on it waits until the other set has seen all pages of its item land.
 //
 // Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in
 // narrow passes.
@@ -70,6 +71,8 @@ LP_DEVICE u8* span_words(const Launch& launch, u32 row, u32 head, u32 span) {
          head % kQueriesPerKv * (kHeadDim * 8);
 }
 
+/// Whether a warp's pages of an item all come to the same slot of the ring.
+constexpr bool kOwnPages = kSpanShares == kStages;
 constexpr u32 kRound = kSetWarps, kColumnBytes = (kHeadDim + 8) * 4;  // without bank conflicts
 constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (kShareBytes + kRound * 8);
 static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
@@ -128,25 +131,29 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin);
   Share share(launch, item.kv_head, begin, first, columns);
   begin_stages();
+  // Without a page of its own.
+  if (kOwnPages && item.pages <= (number - item.begin) % kSpanShares) landed();
 #pragma unroll 1
   for (u32 i = 0; i < item.pages; i++) {
     const u32 page = item.begin + i, base = page * kPage;
     if (any_lane(page % kSpanShares != number)) {
-      consumer.wait();
-      if (i + 1 == item.pages) landed();
-      consumer.release();
+      if constexpr (kOwnPages) {
+        consumer.skip(1);
+      } else {
+        consumer.wait();
+        if (i + 1 == item.pages) landed();
+        consumer.release();
+      }
       continue;
     }
-    float k[kPageLeaves][2];
+    float k[kPageLeaves][2] = {};
     if constexpr (kQkNorm) fetch_k_scale(launch, rows, item, layer, page, k);
     const u32 stage = consumer.wait();
-    if (i + 1 == item.pages) landed();
+    if constexpr (kScaledStages)
+      take_k_scale(consumer, page, rows.rows[item.last].first_position + rows.step, k);
+    if (i + (kOwnPages ? kSpanShares : 1) >= item.pages) landed();
     const bool whole = base >= low && base + kPage - 1 <= earliest;
-    if (!whole) {
-#pragma unroll 1
-      for (u32 at = 0; at < kPage; at += 8)
-        clear_unseen(stage + k_byte(at, 0), [&](u32 i) { return base + at + i >= low && base + at + i <= high; });
-    }
+    if (!whole) clear_outside(stage, low > base ? low - base : 0, high + 1 > base ? min(high + 1 - base, kPage) : 0);
     const bool never = share.add_page(
         stage, whole,
         [&](u32 at, u32 c) {
@@ -154,7 +161,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
         },
         k);
     if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
-    consumer.release(never, alone ? 1 + kSetWarps : 1);
+    consumer.release(never, (kOwnPages ? kSetWarps : 1) + (alone ? kSetWarps : 0));
   }
   merge_shares(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1,
                item.begin / kSpanPages - first_span(rows, item.last), tag_of(launch, rows.step, layer));
@@ -186,11 +193,14 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
   if (items.any()) wait_queries(consumer.launch, own_kv_head(), generation_of(rows.step, layer));
   reached(consumer.launch, rows.step, warp_index(), layer, 10);
   bool others = false;  // the item before was the other set's
-  for (u32 turn = 0; items.any(); turn++) {
+  // Sets take turns by items of a single tile, whatever lies between them: so neither tells twice before it is heard.
+  for (u32 turn = 0; items.any();) {
     const AttentionItem item = items.next();
     const u32 columns = (item.last + 1 - group_begin(rows, item.last)) * kQueriesPerKv, tiles = (columns + 7) / 8;
     const bool alone = tiles == 1;
-    if (any_lane(alone && set() != turn % kSets)) {
+    const u32 owner = turn % kSets;
+    if (alone) turn++;
+    if (any_lane(alone && set() != owner)) {
       consumer.skip(item.pages);
       others = true;
       continue;

@@ -99,8 +99,14 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
       // Of the last page only the leaves that are begun; what else lies in the slot is masked.
       const u32 leaves = item.begin + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves,
                 bytes = leaves * (kLeafBytes / 2);
-      const u8* page = launch.kv + page_byte(layer, launch.kv_pages, shuffle(entry, i), item.kv_head);
-      producer.issue(lane < 2, page + lane * bytes, lane * bytes, bytes);
+      const u32 of_pool = shuffle(entry, i);
+      const u8* from = launch.kv + page_byte(layer, launch.kv_pages, of_pool, item.kv_head) + lane * bytes;
+      u32 to = lane * bytes, size = bytes;
+      if (kScaledStages && lane == 2) {
+        from = (const u8*)(launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head));
+        to = Shared::scales_of(producer.slot()) - (Shared::ring + producer.slot() * kStageBytes), size = kScalesBytes;
+      }
+      producer.issue(lane < (kScaledStages ? 3 : 2), from, to, size);
     }
   }
 }

@@ -121,29 +121,40 @@ struct Share {
   }
 };
 
-/// 1 / rms of k at positions 16 l + g and + 8 of a page; of this pass from what qkv left, which is kept for later
-/// passes.
+/// 1 / rms of k at positions 16 l + g and + 8 of a page: of this pass from what qkv left, which is kept for later
+/// passes; of others from memory, or, where the page brings them (kScaledStages), by take_k_scale.
 LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const AttentionItem& item, u32 layer, u32 page,
                              float (*k)[2]) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, last = rows.position(item.last);
   const Row& row = rows.rows[item.last];
-  const u32 fresh = row.first_position + rows.step,
-            entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + page);
-  float* stored = launch.k_scale + (((u64)layer * launch.kv_pages + entry) * kKvHeads + item.kv_head) * kPage;
+  const u32 fresh = row.first_position + rows.step;
+  if (kScaledStages && page * kPage + kPage <= fresh) return;
+  const u32 of_pool = load_constant_u32(launch.page_table + row.slot * launch.page_stride + page);
+  float* stored = launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head);
 #pragma unroll
   for (u32 l = 0; l < kPageLeaves; l++)
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
       const u32 at = l * kLeafPositions + g + 8 * r, position = page * kPage + at;
-      k[l][r] = 0;
       if (position > last) continue;
       if (position < fresh) {
-        k[l][r] = load_relaxed_f32(stored + at);
+        if constexpr (!kScaledStages) k[l][r] = load_relaxed_f32(stored + at);
       } else {
         k[l][r] = Share::inverse_of_head(launch, item.kv_head, kQueriesPerKv * kDimTiles,
                                         row.first_row + (position - fresh));
         if (t == 0) stored[at] = k[l][r];
       }
+    }
+}
+/// Those of positions before `fresh`, of the page that is awaited; what lies behind the last one may be anything.
+LP_DEVICE void take_k_scale(const Consumer& consumer, u32 page, u32 fresh, float (*k)[2]) {
+  const u32 scales = consumer.shared + Shared::scales_of(consumer.slot());
+#pragma unroll
+  for (u32 l = 0; l < kPageLeaves; l++)
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) {
+      const u32 at = l * kLeafPositions + (lane_index() >> 2) + 8 * r;
+      if (page * kPage + at < fresh) k[l][r] = load_shared_f32(scales + at * 4);
     }
 }
 

@@ -76,6 +76,9 @@ LP_DEVICE int hidden_tiles() { return O::first_tile(block_index() + 1) - O::firs
 /// few, slots have 16 and take the room of a stage.
 constexpr bool kLargeSlots = kColumns == 32 && most_tiles<O>(2) * O::fragment < 4 * 512;
 constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 && !kLargeSlots ? 5 : 4;
+/// Whether a page comes with its 1 / rms of K (kQkNorm). At 64 columns there is no room for them; they are loaded.
+constexpr bool kScaledStages = kQkNorm && kColumns == 32;
+constexpr u32 kScalesBytes = kPage * 4;
 /// Stages in flight. Must not exceed the ring.
 constexpr u32 kInFlight = 3;
 /// Activations, in memory and in shared memory: [k16 step][group of 8 columns][2 halves of k][8 columns][8 k] bf16.
@@ -332,7 +335,9 @@ struct Shared {
   static constexpr u32 sampling = last_step + 4;                                     // whether a row samples
   // First and end of the block's list in Launch::items.
   static constexpr u32 items = sampling + 4;
-  static constexpr u32 bytes = items + 8;
+  static constexpr u32 scales = (items + 8 + 15) / 16 * 16;                          // [kStages][kPage] (kScaledStages)
+  static constexpr u32 bytes = scales + (kScaledStages ? kStages * kScalesBytes : 0);
+  LP_DEVICE static u32 scales_of(u32 slot) { return scales + slot * kScalesBytes; }
 };
 static_assert(Shared::bytes <= 227 * 1024, "shared memory of a block");
 

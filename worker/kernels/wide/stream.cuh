@@ -1,6 +1,6 @@
 // What flows into a block: weights and KV pages through one ring of stages, activations through another. A stage
-// belongs to all eight consumer warps: each waits for every stage in order and releases it, and both stream warps take
-// part in every one, so parities cannot alias.
+// belongs to all eight consumer warps: each waits for every stage in order and releases it, but for pages
+// (attention.cuh), and both stream warps take part in every one, so parities cannot alias.
 #pragma once
 
 namespace wide {
@@ -42,11 +42,13 @@ struct Producer {
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp)
       : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
+  /// Of the next stage.
+  LP_DEVICE u32 slot() const { return issued % kStages; }
   /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `following`: stages that lie
   /// behind it in memory.
   LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, u32 following = 0) {
     const bool mine = on && (lane() & 1) == second;
-    const u32 slot = issued % kStages, total = __reduce_add_sync(kAllLanes, mine ? bytes : 0),
+    const u32 slot = this->slot(), total = __reduce_add_sync(kAllLanes, mine ? bytes : 0),
               full = shared + Shared::stage_full + 8 * slot;
     // Released: orders the consumers' reads before the copies that overwrite them (block).
     const u32 empty = shared + Shared::stage_empty + 8 * slot, phase = issued / kStages & 1 ^ 1;
@@ -199,13 +201,13 @@ struct Consumer {
   const Launch& launch;
   u32 shared, stages = 0, inputs = 0;  // given back
 
+  LP_DEVICE u32 slot() const { return stages % kStages; }
   LP_DEVICE Consumer(const Launch& launch, u32 shared) : launch(launch), shared(shared) {}
   /// Waits for the next stage; its address. Orders the copies before the reads (block).
   LP_DEVICE u32 wait() {
-    const u32 slot = stages % kStages;
-    wait_barrier(launch, shared + Shared::stage_full + 8 * slot, stages / kStages & 1, kSiteFull);
+    wait_barrier(launch, shared + Shared::stage_full + 8 * slot(), stages / kStages & 1, kSiteFull);
     __syncwarp();
-    return shared + Shared::ring + slot * kStageBytes;
+    return shared + Shared::ring + slot() * kStageBytes;
   }
   /// Gives the stage back and moves on. All lanes must have used (not only requested) what they read: an arrive
   /// overtakes loads of its own warp that are still queued. `never` is false, but the compiler cannot know if it is
@@ -213,7 +215,7 @@ struct Consumer {
   LP_DEVICE void release(bool never = false, u32 warps = 1) {
     __syncwarp();
     if (elected())
-      mbarrier_arrive(shared + Shared::stage_empty + 8 * (stages % kStages) + (never ? 8192 : 0), warps);
+      mbarrier_arrive(shared + Shared::stage_empty + 8 * slot() + (never ? 8192 : 0), warps);
     stages++;
   }
   /// Passes over stages that other warps give back for this one. It must not wait for the next before they have landed.

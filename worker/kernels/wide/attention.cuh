@@ -212,8 +212,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
       if (others) barrier_sync(4 + (set() ^ 1), kConsumerThreads);
       others = false;
     };
-    const u32 half = (tiles + 1) / 2, mine = set() && !alone ? tiles - half : half,
-              first = set() && !alone ? half * 8 : 0;
+    const u32 half = (tiles + 1) / 2, first = set() && !alone ? half * 8 : 0;
     attend_span(consumer, rows, item, layer, first, columns, alone, begin, landed);
   }
   reached(consumer.launch, rows.step, warp_index(), layer, 11);

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
-# (rings of two warps and of one), and the vectors' words of several blocks, one of them without tiles; then the
-# negative controls, which must be reported; then the sums of products of 1 to 16 ranks, of which one shape's by 2 and
-# 4 ranks run under ThreadSanitizer, too: it takes ten times as long; then gate and up of wide passes, of the longest
-# to the shortest leaves. Needs a C++20 compiler with ThreadSanitizer: CXX, else c++.
+# (rings of two warps and of one), the vectors' words of several blocks, one of them without tiles, and pages of
+# attention in rings of four and five stages; then the negative controls, which must be reported; then the sums of
+# products of 1 to 16 ranks, of which one shape's by 2 and 4 ranks run under ThreadSanitizer, too: it takes ten times as
+# long; then gate and up of wide passes, of the longest to the shortest leaves. Needs a C++20 compiler with
+# ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -51,15 +52,23 @@ build kept words.cpp "${words[@]}" -DLP_KEEP_WORDS
 build cleared words.cpp "${words[@]}" -DLP_CLEAR_EARLY
 build ahead words.cpp "${idle[@]}" -DLP_RUN_AHEAD
 build behind words.cpp "${idle[@]}" -DLP_FALL_BEHIND
+pages=(-Wno-parentheses -DLP_LAYERS=1 -DLP_HEADS=16 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=3072
+    -DLP_BLOCKS=128)
+build pages pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}"
+build pages-five pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=4096 "${pages[@]}" # five stages: a warp waits for all pages
+build unheard pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -DLP_UNHEARD
 built
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/shared"
 "$out/own"
+"$out/pages"
+"$out/pages-five"
 for _ in 1 2 3; do
     "$out/words"
     "$out/idle"
 done
 noticed "slots given back before they are read" early "data race" "saw other fragments"
+noticed "pages awaited before those of the other set have landed" unheard "data race" "[1-9][0-9]* warps saw others"
 noticed "rings that are not paced" unpaced "[1-9][0-9]* times too many rings"
 noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"

@@ -4,10 +4,10 @@
 // head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a
 // row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
 //
-// A set has nothing to do with the stages of the other's items, nor, where they have the same slots (kOwnPages), a warp
-// with the pages of others: who uses a page gives it back for them, too. But a stage may be waited for only when what
-// was in the same slot before has landed, or parities would alias. Of an item that is the warp's page four before; and
-// before a set goes on it waits until the other set has seen all pages of its item land.
+// A set has nothing to do with the stages of the other's items, nor, where all pages of a warp come to one slot
+// (kOwnPages), a warp with the pages of others: who uses a page gives it back for them, too. But a stage may be waited
+// for only when what was in the same slot before has landed, or parities would alias. Within an item that is the warp's
+// own page before; and before a set goes on it waits until the other set has seen all pages of its item land.
 //
 // Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in
 // narrow passes.

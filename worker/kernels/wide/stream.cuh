@@ -44,8 +44,8 @@ struct Producer {
   LP_DEVICE static u32 lane() { return lane_index(); }
   /// Of the next stage.
   LP_DEVICE u32 slot() const { return issued % kStages; }
-  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it. `following`: stages that lie
-  /// behind it in memory.
+  /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it, which for what comes with a page
+  /// lies behind the ring. `following`: stages that lie behind it in memory.
   LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, u32 following = 0) {
     const bool mine = on && (lane() & 1) == second;
     const u32 slot = this->slot(), total = __reduce_add_sync(kAllLanes, mine ? bytes : 0),

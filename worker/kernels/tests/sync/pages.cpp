@@ -1,6 +1,7 @@
 // Pages of attention in the ring of a wide pass, with the kernel's own headers, under ThreadSanitizer: every consumer
 // warp sees the pages of its items, in order, among stages of weights; none is overwritten while it is read; nobody
-// waits without an end. Items are random: of one tile of columns or of two, of 1 to 16 pages. A warp is one lane.
+// waits without an end. Items are random: of one tile of columns or of two, of 1 to 16 pages; with a window the first
+// may be any. A warp is one lane.
 // `-DLP_UNHEARD` is the negative control: a set does not wait until the other's pages have landed. See run.sh.
 #include "emulated.h"
 
@@ -118,7 +119,11 @@ constexpr u32 kLaunches = 60, kLayersOfOne = 4, kWeightStages = 3, kCopied = 64;
 
 struct Plan {
   struct Item {
-    u32 rows, pages;
+    u32 rows, end;  // pages begin() to end - 1
+    u32 begin() const {
+      const u32 position = end * kPage - 1;
+      return kWindow && position + 1 > kWindow ? (position + 1 - kWindow) / kPage : 0;
+    }
     u32 tiles() const { return (rows * kQueriesPerKv + 7) / 8; }
   };
   std::vector<Item> items;
@@ -129,7 +134,7 @@ struct Plan {
     std::minstd_rand random(seed);
     for (u32 left = random() % 12; items.size() <= left && rows.size() + kGroupRows <= kColumns;) {
       const Item item{1 + (u32)random() % kGroupRows, 1 + (u32)random() % (random() % 4 ? 3 : kSpanPages)};
-      const u32 first = rows.size(), position = item.pages * kPage - item.rows;
+      const u32 first = rows.size(), position = item.end * kPage - item.rows;
       for (u32 r = 0; r < item.rows; r++)
         rows.push_back(Row{0, position + r, 0, first, position, kRowSample, ~0u, 0});
       // A warp of one lane looks at every 32nd.
@@ -149,7 +154,8 @@ struct Plan {
       u32 alone = 0;
       for (u32 i = 0; i < items.size(); i++) {
         if (items[i].tiles() == 1 && alone++ % kSets != warp / kSetWarps) continue;
-        for (u32 p = warp % kSetWarps; p < items[i].pages; p += kSetWarps) all.push_back(page(layer, i, p));
+        for (u32 p = items[i].begin(); p < items[i].end; p++)
+          if (p % kSetWarps == warp % kSetWarps) all.push_back(page(layer, i, p));
       }
     }
     return all;
@@ -198,7 +204,7 @@ int main() {
         for (u32 layer = 0; layer < kLayersOfOne; layer++) {
           for (u32 stage = 0; stage < kWeightStages; stage++) put(Plan::weights(layer, stage));
           for (u32 i = 0; i < plan.items.size(); i++)
-            for (u32 p = 0; p < plan.items[i].pages; p++) put(Plan::page(layer, i, p));
+            for (u32 p = plan.items[i].begin(); p < plan.items[i].end; p++) put(Plan::page(layer, i, p));
         }
       });
     for (std::thread& thread : threads) thread.join();
@@ -213,7 +219,7 @@ int main() {
     copies.more.notify_one();
   }
   copier.join();
-  printf("pages of attention, %u stages: %u seen, %u warps saw others, %u overwritten\n", kStages, pages, wrong,
-         overwritten.load());
+  printf("pages of attention, %u stages, a window of %u: %u seen, %u warps saw others, %u overwritten\n", kStages,
+         (u32)kWindow, pages, wrong, overwritten.load());
   return wrong || overwritten ? 1 : 0;
 }

@@ -56,6 +56,7 @@ pages=(-Wno-parentheses -DLP_LAYERS=1 -DLP_HEADS=16 -DLP_KV_HEADS=4 -DLP_HEAD_DI
     -DLP_BLOCKS=128)
 build pages pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}"
 build pages-five pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=4096 "${pages[@]}" # five stages: a warp waits for all pages
+build pages-window pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -ULP_WINDOW -DLP_WINDOW=300
 build unheard pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -DLP_UNHEARD
 built
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
@@ -63,6 +64,7 @@ export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/own"
 "$out/pages"
 "$out/pages-five"
+"$out/pages-window"
 for _ in 1 2 3; do
     "$out/words"
     "$out/idle"

@@ -34,7 +34,7 @@ using matrix::Tiles;
 /// of an item of attend_tiles, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most}
 extern "C" __device__ const u64 matrix_decoder_needs[9] = {
     Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
-    matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared, 4 * matrix::kMostTeams};
+    matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared, matrix::kMostBlocks};
 
 /// Of an exchange that copy engines carry (ranks.cuh), from the begin of words on: {x, bytes of x of a block of tokens,
 /// sums, those that go out, bytes of a part of them and of a run of a part, tokens of a block and of a run; behind o
@@ -48,8 +48,8 @@ extern "C" __device__ const u64 matrix_decoder_carried[14] = {
 #define LP_VECTORS(NAME) \
   extern "C" __global__ void __launch_bounds__(matrix::kVectorThreads) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
-#define LP_PRODUCT(NAME, CLUSTER) \
-  extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(matrix::kThreads, 1) \
+#define LP_PRODUCT(NAME) \
+  extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(matrix::kThreads, 1) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer)
 
 template <Cut CUT> LP_DEVICE void qkv(const Launch& launch, const matrix::Pass& pass, u32 layer) {
@@ -93,21 +93,21 @@ LP_VECTORS(matrix_norms) {
   wait_launch_before();
   matrix::find_norms(launch, pass);
 }
-LP_PRODUCT(matrix_qkv, 2) { qkv<Cut::kPair>(launch, pass, layer); }
-LP_PRODUCT(matrix_out, 2) { out<Cut::kPair>(launch, pass, layer); }
-LP_PRODUCT(matrix_gate_up, 2) {
+LP_PRODUCT(matrix_qkv) { qkv<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_out) { out<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_gate_up) {
   matrix::multiply<GateUp, Cut::kPair>(launch.weights + layer * kLayerBytes + kGateUpOffset,
                                        pass.tiles + Tiles::gate_up, launch.words, Memory::x, pass.blocks,
                                        matrix::Activate{launch, layer});
 }
-LP_PRODUCT(matrix_down, 2) { down<Cut::kPair>(launch, pass, layer); }
+LP_PRODUCT(matrix_down) { down<Cut::kPair>(launch, pass, layer); }
 LP_VECTORS(matrix_gather) {
   launch_dependents();
   wait_launch_before();
   matrix::gather(launch, pass);
 }
-LP_PRODUCT(matrix_head, 2) { head(launch, pass, matrix::Logits{{launch, pass}}); }
-LP_PRODUCT(matrix_head_choose, 2) { head(launch, pass, matrix::Choose{{launch, pass}}); }
+LP_PRODUCT(matrix_head) { head(launch, pass, matrix::Logits{{launch, pass}}); }
+LP_PRODUCT(matrix_head_choose) { head(launch, pass, matrix::Choose{{launch, pass}}); }
 LP_VECTORS(matrix_choose) {
   launch_dependents();
   wait_launch_before();
@@ -116,10 +116,10 @@ LP_VECTORS(matrix_choose) {
 
 // The same by teams of four blocks, where blocks would idle. Not for products of fewer than four leaves.
 #define LP_CUT(NAME, PRODUCT, WORK)                                                                     \
-  LP_PRODUCT(NAME##_halves, 2) {                                                                        \
+  LP_PRODUCT(NAME##_halves) {                                                                        \
     if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kHalves>(launch, pass, layer); else trap();      \
   }                                                                                                     \
-  LP_PRODUCT(NAME##_quads, 1) {                                                                         \
+  LP_PRODUCT(NAME##_quads) {                                                                         \
     if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kQuads>(launch, pass, layer); else trap();       \
   }
 LP_CUT(matrix_qkv, Qkv, qkv)

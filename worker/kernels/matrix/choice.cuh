@@ -26,8 +26,7 @@ template <int KEPT> LP_DEVICE void keep_half(u64* words, int distance) {
 /// After the LM head, instead of Logits: to Memory::best. Of several ranks to all, each its shard's tiles.
 struct Choose : HeadEpilogue {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
-    normalize<kRuns>(consumer.wait(), sum);
-    consumer.done();
+    consumer.done(normalize<kRuns>(consumer.wait(), sum));
     if (!any_lane(tile < Head::tiles)) return;
     constexpr int OF_LANE = kTokens / 4;  // columns: i is column i / 2 * 8 + 2 t + i % 2
     const u32 lane = lane_index(), place = own_rank(launch) * kHeadTiles + tile, id = place * 16 + (lane >> 2);

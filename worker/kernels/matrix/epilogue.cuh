@@ -12,14 +12,21 @@ namespace matrix {
 
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
 
-/// Applies 1 / rms of the tokens, [token] f32 at `at`.
-template <int RUNS> LP_DEVICE void normalize(u32 at, float* sum) {
+/// What no value is, and no word of places: for Consumer::done.
+constexpr u32 kNever = 0x7fedcba9;
+LP_DEVICE bool is_never(float v) { return __float_as_uint(v) == kNever; }
+
+/// Applies 1 / rms of the tokens, [token] f32 at `at`. Never true, as other functions here that return a bool.
+template <int RUNS> LP_DEVICE bool normalize(u32 at, float* sum) {
   const u32 t = lane_index() & 3;
+  bool never = false;
 #pragma unroll
   for (int j = 0; j < RUNS * kRunGroups; j++) {
     const float even = load_shared_f32(at + (8 * j + 2 * t) * 4), odd = load_shared_f32(at + (8 * j + 2 * t) * 4 + 4);
     sum[4 * j] *= even, sum[4 * j + 1] *= odd, sum[4 * j + 2] *= even, sum[4 * j + 3] *= odd;
+    never |= is_never(sum[4 * j]) || is_never(sum[4 * j + 1]);
   }
+  return never;
 }
 /// Applies the scales of a layer's product, whose scales begin at `first`, to RUNS runs of a row tile.
 template <int RUNS> LP_DEVICE void scale_rows(const Launch& launch, u32 layer, int first, u32 tile, float* sum) {
@@ -65,13 +72,16 @@ LP_DEVICE u32 gamma_of(const Launch& launch, u32 norm, u32 tile) {
 }
 
 /// Adds the residual of a run, as a stage has it, to what o or down has summed.
-LP_DEVICE void add_residual(u32 at, float* sum) {
+LP_DEVICE bool add_residual(u32 at, float* sum) {
+  bool never = false;
 #pragma unroll
   for (int j = 0; j < kRunGroups; j++) {
     const Quad q = load_shared_16(at + j * (kConsumerThreads * 16));
     sum[4 * j] += __uint_as_float(q.x), sum[4 * j + 1] += __uint_as_float(q.y), sum[4 * j + 2] += __uint_as_float(q.z),
         sum[4 * j + 3] += __uint_as_float(q.w);
+    never |= is_never(sum[4 * j]);
   }
+  return never;
 }
 /// After o and down: the residual with the product's sums, for norm `norm`.
 template <int RUNS> struct Join {
@@ -91,12 +101,13 @@ template <int RUNS> struct Join {
 #pragma unroll
     for (int run = 0; run < RUNS; run++) {
       const u32 at = consumer.wait() + thread_index() * 16;
+      bool never = false;
       if (any_lane(tile < kHiddenTiles)) {
-        add_residual(at, sum + run * kRunValues);
+        never = add_residual(at, sum + run * kRunValues);
         publish_hidden(launch, tile, token + run * kRunTokens, from_bf16(gamma & 0xffff), from_bf16(gamma >> 16),
                        sum + run * kRunValues);
       }
-      consumer.done();
+      consumer.done(never);
     }
   }
 };
@@ -142,8 +153,7 @@ struct Activate {
   }
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     if (kScaled && any_lane(tile < GateUp::tiles)) scale_rows<kRuns>(launch, layer, Scales::gate_up, tile, sum);
-    normalize<kRuns>(consumer.wait(), sum);
-    consumer.done();
+    consumer.done(normalize<kRuns>(consumer.wait(), sum));
     if (!any_lane(tile < GateUp::tiles)) return;
     const u32 lane = lane_index(), k = gate_up_k(tile, (lane & 3) * 2);
     u8* to = launch.words + Memory::activation +
@@ -170,8 +180,7 @@ struct HeadEpilogue {
 /// After the LM head, for the sampler.
 struct Logits : HeadEpilogue {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
-    normalize<kRuns>(consumer.wait(), sum);
-    consumer.done();
+    consumer.done(normalize<kRuns>(consumer.wait(), sum));
     if (tile >= Head::tiles) return;
     const u32 lane = lane_index(), id = (own_rank(launch) * kHeadTiles + tile) * 16 + (lane >> 2);
 #pragma unroll 1
@@ -203,21 +212,21 @@ template <int RUNS> struct Project {
   template <class CONSUMER> LP_DEVICE void finish(CONSUMER& consumer, u32 tile, u32 token, float* sum) const {
     if (kScaled && any_lane(tile < Qkv::tiles)) scale_rows<RUNS>(launch, layer, Scales::qkv, tile, sum);
     const u32 at = consumer.wait();
-    normalize<RUNS>(at, sum);
+    bool never = normalize<RUNS>(at, sum);
     if (any_lane(tile < Qkv::tiles)) {
       const u32 head = tile % kQkvTiles / kDimTiles, piece = tile % kDimTiles, kv_head = tile / kQkvTiles;
       if constexpr (kQkvBias) add_bias(tile, sum);
       if (any_lane(head <= kQueriesPerKv)) {
         const u32 query_head = head < kQueriesPerKv ? kv_head * kQueriesPerKv + head : kHeads + kv_head;
         if constexpr (kQkNorm) weigh(head == kQueriesPerKv, query_head, piece, token, sum);
-        turn_tile(at, piece, sum);
+        never |= turn_tile(at, piece, sum);
         if (any_lane(head < kQueriesPerKv)) write_queries(query_head, piece, token, sum);
-        else write_keys(at, kv_head, piece, sum);
+        else never |= write_keys(at, kv_head, piece, sum);
       } else {
-        write_values(at, kv_head, piece, sum);
+        never |= write_values(at, kv_head, piece, sum);
       }
     }
-    consumer.done();
+    consumer.done(never);
   }
 
  private:
@@ -246,7 +255,8 @@ template <int RUNS> struct Project {
 #pragma unroll
     for (int i = 0; i < 4 * groups; i++) sum[i] *= i & 2 ? high : low;
   }
-  LP_DEVICE void turn_tile(u32 at, u32 piece, float* sum) const {
+  LP_DEVICE bool turn_tile(u32 at, u32 piece, float* sum) const {
+    bool never = false;
     const float2* turns = reinterpret_cast<const float2*>(launch.rope) + piece * 8 + (lane_index() >> 2);
 #pragma unroll
     for (int j = 0; j < groups; j++) {
@@ -254,7 +264,9 @@ template <int RUNS> struct Project {
       const float2 even = __ldg(turns + (u64)of.x * (kHeadDim / 2)), odd = __ldg(turns + (u64)of.z * (kHeadDim / 2));
       turn(sum[4 * j], sum[4 * j + 2], even.x, even.y);
       turn(sum[4 * j + 1], sum[4 * j + 3], odd.x, odd.y);
+      never |= of.x == kNever;
     }
+    return never;
   }
   LP_DEVICE void write_queries(u32 head, u32 piece, u32 first_token, const float* sum) const {
     const u32 lane = lane_index(), t = lane & 3, token = first_token + (lane >> 2);
@@ -273,8 +285,9 @@ template <int RUNS> struct Project {
             upper ? make_uint2(other, high) : make_uint2(low, other);
     }
   }
-  LP_DEVICE void write_keys(u32 at, u32 kv_head, u32 piece, const float* sum) const {
+  LP_DEVICE bool write_keys(u32 at, u32 kv_head, u32 piece, const float* sum) const {
     const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
+    bool never = false;
 #pragma unroll
     for (int j = 0; j < groups; j++) {
       const float* v = sum + 4 * j;
@@ -285,15 +298,19 @@ template <int RUNS> struct Project {
         store_u32(to, low);
         store_u32(to + 128, high);
       }
+      never |= word == kNever;
     }
+    return never;
   }
-  LP_DEVICE void write_values(u32 at, u32 kv_head, u32 piece, const float* sum) const {
+  LP_DEVICE bool write_values(u32 at, u32 kv_head, u32 piece, const float* sum) const {
     const u32 dim = piece * 16 + (lane_index() >> 2);
+    bool never = false;
 #pragma unroll
     for (int j = 0; j < groups; j++) {
       const Quad of = places(at, j);
       const u32 low = bf16_pair(sum[4 * j], sum[4 * j + 1]), high = bf16_pair(sum[4 * j + 2], sum[4 * j + 3]),
                 even = of.y >> 1, odd = of.w >> 1;
+      never |= of.x == kNever;
       u8* to = page(even, kv_head) + v_byte(even % kPage, dim);
       if (of.w != kNoPlace && even % 2 == 0 && odd == even + 1) {
         store_u32(to, low);
@@ -304,12 +321,13 @@ template <int RUNS> struct Project {
       to = page(odd, kv_head) + v_byte(odd % kPage, dim);
       if (of.w != kNoPlace) store_u16(to, low >> 16), store_u16(to + 128, high >> 16);
     }
-    clear_rest(at, kv_head, piece);
+    return clear_rest(at, kv_head, piece) || never;
   }
   /// The rest of the page behind the last row of a sequence: attention multiplies it by weights of 0, so it must not be
   /// NaN.
-  LP_DEVICE void clear_rest(u32 at, u32 kv_head, u32 piece) const {
+  LP_DEVICE bool clear_rest(u32 at, u32 kv_head, u32 piece) const {
     const u32 lane = lane_index();
+    bool never = false;
 #pragma unroll 1
     for (u32 token = 0; token < tokens; token += 32) {
       const u32 word = load_shared_u32(at + kPlaces + (token + lane) * 8 + 4);
@@ -322,7 +340,9 @@ template <int RUNS> struct Project {
         if (lane < 16)
           for (u32 i = position + 1; i % 8; i++) store_u16(values + v_byte(i, lane) - kGroupV, 0);
       }
+      never |= word == kNever;
     }
+    return never;
   }
 };
 

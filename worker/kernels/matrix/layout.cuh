@@ -23,8 +23,8 @@ constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / 
 constexpr u32 kVocabTiles = kRanks * kHeadTiles;    // of 16 vocabulary rows
 constexpr int kRowGroups = (kHiddenTiles + 7) / 8;  // groups of 128 hidden rows, the last perhaps not full
 
-/// Teams of blocks of a product whose K is cut (product.cuh), at most: a Hopper GPU has up to 144 multiprocessors.
-constexpr u64 kMostTeams = 36;
+/// Blocks of a product, at most: a Hopper GPU has up to 144 multiprocessors.
+constexpr u64 kMostBlocks = 144;
 
 /// Activations, B of a product of `steps` k16 steps: [block of tokens][k16 step][8 tokens][2 halves of k][token][8 k]
 /// bf16.
@@ -68,14 +68,14 @@ struct Memory {
   // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
   static constexpr u64 spans = places + (u64)kColumns * 8;
   static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
-  // Of a team of a product whose K is cut: sums that its blocks tell each other, of two units in turns, and [2] u32
-  // that count who has come, zeroed by `embed`.
+  // Of a block of a product whose K is cut (product.cuh): sums that the others of its tile tell it, of two units in
+  // turns; of its team [2] u32 that count who has come, zeroed by `embed`.
   static constexpr u64 sums = spans + (u64)kMostSpans * kKvHeads * span_bytes;
-  static constexpr u64 unit_sums = 12 * 16384;
-  static constexpr u64 come = sums + kMostTeams * 2 * unit_sums;
+  static constexpr u64 block_sums = 3 * 16384;
+  static constexpr u64 come = sums + kMostBlocks * 2 * block_sums;
   // Of several ranks: what each of them has summed of o or of down, of the runs of 32 tokens that this rank adds up:
   // [rank][part][run][group of 128 rows][row tile][8 tokens][lane][4] f32, a lane's four as in the residual.
-  static constexpr u64 partial = (come + kMostTeams * 8 + 127) / 128 * 128;
+  static constexpr u64 partial = (come + kMostBlocks / 4 * 8 + 127) / 128 * 128;
   static constexpr u64 run_bytes = kResidualBytes / 4, own_runs = (kTokenBlocks + kRanks - 1) / kRanks * 4;
   static constexpr u64 part_bytes = kRowGroups * own_runs * run_bytes;
   static constexpr int parts = kRanks == 1 ? 0 : kRanks * (O::told > Down::told ? O::told : Down::told);

@@ -2,16 +2,18 @@
 // blocks.
 //
 // Cut::kPair, clusters of two: they have the same rows and two blocks of tokens that follow each other, and each
-// fetches half of A for both. Of an odd last block of tokens both take rows of their own, and fetch all of A.
+// fetches half of A for both. Of an odd last block of tokens both take rows of their own, and each fetches half of B.
+// Where leaves are added ascending, a block has registers for two tiles of the same rows: then a pair has rows of its
+// own and both blocks of tokens, fetches half of B each, and reads a leaf of A twice. That is a third less to fetch.
 // Cut::kHalves, teams of two such pairs, where blocks would idle in the last round of tiles: a pair sums two of the
 // four groups of leaves, half of K. The two blocks of a tile exchange sums, and each finishes 64 of its tokens.
-// Cut::kQuads, teams of four blocks, for one block of tokens: each sums one group of the same tile and finishes 32
-// tokens. Sums go through memory: of clusters of four a GPU can have 30 at once, of teams 33.
+// Cut::kQuads, teams of four pairs: a pair sums one group, and a block finishes 32 tokens. Sums go through memory: of
+// clusters of four blocks a GPU can have 30 at once.
 //
 // Warps 0 to 3 and 4 to 7 are two warpgroups that multiply, a warp a row tile: A in registers, B in shared memory. Warp
 // 8 fills A, as early as the launch before still runs, warp 9 B and, behind a tile's B, what the epilogue needs, in
-// rings of their own: a slot of A is free once its fragments are in registers. A stage is kStageSteps k16 steps of a
-// leaf, its last one perhaps fewer.
+// rings of their own: a slot of A is free once its products have begun. A stage is kStageSteps k16 steps of a leaf, its
+// last one perhaps fewer.
 //
 // Sums: leaves from zero, each one chain; ascending, or in quads: groups of leaves ascending, at most four, whose sums
 // are added as a binary tree. A rank that has less than a group has its leaves one by one.
@@ -35,18 +37,21 @@ static_assert(kGroupTiles * kTileBytes<Head> <= kSlotBytes && kStageSteps * kSte
                   kRunBytes == kSlotBytes,
               "slots hold a stage, or a run");
 
+template <class P, class Q> constexpr bool kSame = false;
+template <class P> constexpr bool kSame<P, P> = true;
 /// How neighbouring blocks divide tiles.
 enum class Cut { kPair, kHalves, kQuads };
 /// Parts that K is cut into, and runs of a tile that a block finishes.
 template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
 template <Cut CUT> constexpr int kFinished = kRuns / kParts<CUT>;
-/// Blocks of a team, which work on the same unit, and those of them that are a cluster.
-template <Cut CUT> constexpr u32 kTeam = CUT == Cut::kPair ? 2 : 4;
-template <Cut CUT> constexpr u32 kCluster = CUT == Cut::kQuads ? 1 : 2;
+/// Leaves of a double tile are kept in the ring, beside some of what follows.
+template <class P> constexpr int kLeafStages = (P::leaf_steps + kStageSteps - 1) / kStageSteps;
+template <class P, Cut CUT> constexpr bool kDoubles =
+    CUT == Cut::kPair && P::leaves == P::group && kLeafStages<P> <= 6 && (kSame<P, GateUp> || kSame<P, Head>);
+/// Blocks of a team, which work on the same unit: for each part of K a pair.
+template <Cut CUT> constexpr u32 kTeam = 2 * kParts<CUT>;
 /// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
 template <class P> constexpr bool kInQuads = P::leaves == 4 * P::group;
-template <class P, class Q> constexpr bool kSame = false;
-template <class P> constexpr bool kSame<P, P> = true;
 /// Whether a rank sends a product's sums to others.
 template <class P> constexpr bool kSent = kRanks > 1 && (kSame<P, O> || kSame<P, Down>);
 
@@ -81,10 +86,14 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
 /// The part of K that this block sums.
 template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / (kTeam<CUT> / kParts<CUT>); }
 
+/// What a pair's two tiles have in common, so that each block fetches half of it for both.
+enum class Shared : u32 { kNothing, kRows, kTokens };
 struct Tile {
-  u32 group, block;  // of row tiles, of tokens
-  bool paired;       // whether a pair shares the rows
-  u32 unit;          // that the team works on
+  u32 group;          // of row tiles
+  u32 block, second;  // of tokens; of a double tile two, else the same
+  Shared shared;      // nothing: the other block has no tile
+  u32 unit;           // that the team works on
+  LP_DEVICE bool doubled() const { return block != second; }
 };
 /// The block of tokens that has place `place` among those of a mask.
 LP_DEVICE u32 block_at(u32 blocks, u32 place) {
@@ -92,41 +101,63 @@ LP_DEVICE u32 block_at(u32 blocks, u32 place) {
   for (; place > 0; place--) blocks &= blocks - 1;
   return __ffs(blocks) - 1;
 }
-/// The tiles of this block, of the blocks of tokens in `blocks`: calls work(tile).
+/// Units of a product that are double tiles, of `most` pairs of groups by pairs of blocks of tokens: whole rounds of
+/// them, and what is left where tiles would take two rounds as well.
+LP_DEVICE u32 double_units(u32 most, u32 teams) {
+  const u32 whole = most / teams * teams;
+  return 2 * (most - whole) > teams ? most : whole;
+}
+/// The tiles of this block, of the blocks of tokens in `blocks`: calls work(tile). Double tiles come first, then those
+/// that share rows, then those of an odd last block.
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
-  constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles, TEAM = kTeam<CUT>;
-  if constexpr (CUT == Cut::kQuads) {
+  constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles;
+  const u32 teams = gridDim.x / kTeam<CUT>;
+  if (blockIdx.x >= teams * kTeam<CUT>) return;
 #pragma unroll 1
-    for (u32 unit = blockIdx.x / TEAM; unit < GROUPS; unit += gridDim.x / TEAM)
-      work(Tile{unit, block_at(blocks, 0), false, unit});
-    return;
-  }
-#pragma unroll 1
-  for (u32 unit = blockIdx.x / TEAM;; unit += gridDim.x / TEAM) {
-    const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, shared = GROUPS * pairs;
-    if (unit >= shared + (count % 2 ? (GROUPS + 1) / 2 : 0)) return;
-    const bool paired = unit < shared;
-    const u32 group = paired ? unit / pairs : (unit - shared) * 2 + side;
-    if (group < GROUPS)
-      work(Tile{group, block_at(blocks, paired ? unit % pairs * 2 + side : count - 1), paired, unit});
+  for (u32 unit = blockIdx.x / kTeam<CUT>;; unit += teams) {
+    const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, most = GROUPS / 2 * pairs;
+    const u32 doubles = kDoubles<P, CUT> ? double_units(most, teams) : 0, next = unit - doubles;
+    u32 group, first, more = 0;  // which of the blocks of tokens, and of a double tile one more
+    Shared shared = Shared::kNothing;
+    if (kDoubles<P, CUT> && unit < doubles) {
+      group = unit / pairs * 2 + side, first = unit % pairs * 2, more = 1, shared = Shared::kTokens;
+    } else if (next < GROUPS * pairs - 2 * doubles) {
+      // Two of what could be a double tile follow each other, then those of an odd last group.
+      const u32 halves = 2 * (most - doubles), of = doubles + next / 2, pair = next < halves ? of : next - halves;
+      group = next < halves ? of / pairs * 2 + next % 2 : GROUPS - 1;
+      first = pair % pairs * 2 + side, shared = Shared::kRows;
+    } else {
+      const u32 even = (next - (GROUPS * pairs - 2 * doubles)) * 2;
+      if (count % 2 == 0 || even >= GROUPS) return;
+      group = even + side, first = count - 1;
+      if (even + 1 < GROUPS) shared = Shared::kTokens;
+    }
+    if (group >= GROUPS) return;
+    work(Tile{group, block_at(blocks, first), block_at(blocks, first + more), shared, unit});
   }
 }
-/// The stages of a tile of this block: calls work(first k16 step, steps).
-template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(const WORK& work) {
+/// The stages of a tile of this block: calls work(first k16 step, steps, time), of each leaf so many times.
+template <class P, Cut CUT, class WORK> LP_DEVICE void each_stage(u32 times, const WORK& work) {
   constexpr int LEAF = P::leaf_steps, RUN = P::steps / kParts<CUT>;
   const int first = (int)part_of_k<CUT>() * RUN;
   int left = LEAF;
+  u32 time = 0;
 #pragma unroll 1
   for (int step = first; step < first + RUN;) {
     const int steps = LEAF % kStageSteps == 0 || left > kStageSteps ? kStageSteps : left;
 #ifdef LP_SWAP_LEAVES  // negative control: the second and the third
     const int leaf = step / LEAF;
-    work(P::leaves < 3 || (leaf != 1 && leaf != 2) ? step : leaf == 1 ? step + LEAF : step - LEAF, steps);
+    work(P::leaves < 3 || (leaf != 1 && leaf != 2) ? step : leaf == 1 ? step + LEAF : step - LEAF, steps, time);
 #else
-    work(step, steps);
+    work(step, steps, time);
 #endif
     step += steps, left -= steps;
-    if (left == 0) left = LEAF;
+    if (left > 0) continue;
+    left = LEAF;
+    if (!kDoubles<P, CUT>) continue;
+    time++;
+    if (time == times) time = 0;
+    else step -= LEAF;
   }
 }
 
@@ -140,20 +171,23 @@ template <class P, Cut CUT> struct Consumer {
   using R = Ring<P, CUT>;
   u32 shared;
   u32 runs;       // of the warp's row tile in the first slot | whether they are two apart
-  u32 a_empty;    // barriers of the block that this lane tells what has been read of A
+  u32 empty;      // a_empty of the block that this lane tells what has been read
+  bool kept;      // whether the leaf will be read again
+  u32 fetched;    // slot of the stage whose fragments have been asked for last
   Turn<R::a_slots> a;
   Turn<R::b_slots> b;
 
   LP_DEVICE Consumer(u32 shared) : shared(shared) {}
   /// Before a tile.
-  LP_DEVICE void begin(bool paired) {
+  LP_DEVICE void begin(const Tile& of) {
     wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
     const u32 units = load_shared_u32(shared + R::units + 4 * a.slot), warp = warp_index(),
               first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
-              lane = lane_index(), rank = blockIdx.x % kCluster<CUT>;
+              lane = lane_index(), rank = blockIdx.x % 2;
     runs = shared + (warp - second) * kTileBytes<P> + second * P::run + (first | second);
-    // Both blocks of a pair wait for the readers of what either fetches; what a block fetches for itself is told twice.
-    a_empty = map_shared(shared + R::a_empty, paired ? lane & 1 : rank);
+    // Both blocks of a pair wait for the readers of what either fetches; one that is alone is told twice.
+    empty = map_shared(shared + R::a_empty, of.shared != Shared::kNothing ? lane & 1 : rank);
+    kept = of.doubled();
   }
   /// Address of the next stage of B, or of the epilogue, once it is full.
   LP_DEVICE u32 wait() {
@@ -161,15 +195,19 @@ template <class P, Cut CUT> struct Consumer {
     return shared + R::b + b.slot * kSlotBytes;
   }
   LP_DEVICE void release(u32 slot) {
-    if (lane_index() == 0) mbarrier_arrive(shared + R::b_empty + 8 * slot);
+    if (lane_index() < 2) mbarrier_arrive_remote(empty + (R::b_empty - R::a_empty) + 8 * slot);
   }
-  /// After a stage of the epilogue.
-  LP_DEVICE void done() {
+  /// After a stage of the epilogue. All lanes must have used (not only requested) what they read: an arrive overtakes
+  /// loads of its own warp that are still queued. `never` is false, but computed from the result of every load.
+  LP_DEVICE void done(bool never) {
+#ifdef LP_RELEASE_EARLY  // negative control
+    never = false;
+#endif
     __syncwarp();
-    release(b.slot);
+    release(b.slot + (never ? 8192 : 0));
     b.next();
   }
-  /// Fragments of the next stage of A, whose slot is free then.
+  /// Asks for the fragments of the next stage of A.
   LP_DEVICE void fetch(Quad* to) {
     wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
     const u32 at = (runs & ~1u) + a.slot * kSlotBytes, stride = P::run << (runs & 1);
@@ -180,10 +218,19 @@ template <class P, Cut CUT> struct Consumer {
 #pragma unroll
       for (int i = 0; i < P::run_steps; i++) to[r * P::run_steps + i] = weights.operand(i, scales);
     }
-    __syncwarp();  // a warp's accesses of shared memory are in order, so this one is after the loads
-    if (lane_index() < 2) mbarrier_arrive_remote(a_empty + 8 * a.slot);
+    fetched = a.slot;
     a.next();
   }
+  /// Behind a leaf that more follow: of a double tile it is read a second time, and then given back.
+  LP_DEVICE void turn_leaf(bool doubled) {
+    if (!kDoubles<P, CUT> || !doubled) return;
+    kept = !kept;
+    if (kept) return;
+    const bool around = a.slot < kLeafStages<P>;
+    a.slot = around ? a.slot + R::a_slots - kLeafStages<P> : a.slot - kLeafStages<P>, a.phase ^= around;
+  }
+  /// Begins the products of the stage whose fragments have been asked for last. They have what they need from its slot
+  /// of A, which is given back: not before (see done).
   template <int STEPS> LP_DEVICE void multiply(float* sum, const Quad* of, u32 add) {
     const u64 operand = wgmma_operand(wait());
     wgmma_fence();
@@ -191,10 +238,11 @@ template <class P, Cut CUT> struct Consumer {
     for (int i = 0; i < STEPS; i++)
       wgmma<kTokens>(sum, of[i], wgmma_operand(operand, i * kStepBytes), i == 0 ? add : 1);
     wgmma_commit();
+    if (lane_index() < 2 && !(kDoubles<P, CUT> && kept)) mbarrier_arrive_remote(empty + 8 * fetched);
   }
   /// A leaf, whose first fragments are in `first`, in one chain from zero. A stage's products run while the next one's
   /// fragments are fetched, at the end, if there are `more`, those of the next leaf.
-  LP_DEVICE void chain(float* sum, Quad* first, bool more) {
+  LP_DEVICE void chain(float* sum, Quad* first, bool more, bool doubled = false) {
     constexpr int FULL = P::leaf_steps / kStageSteps, REST = P::leaf_steps % kStageSteps;
     constexpr bool kOdd = (FULL + (REST > 0)) % 2;  // the last stage's fragments are in `first`
     // Stages of the loop. It is left behind a `second` where shorter ones follow, or the compiler runs all products one
@@ -218,6 +266,7 @@ template <class P, Cut CUT> struct Consumer {
         fetch(second);
         multiply<kStageSteps>(sum, second, 1);
         ended(true);
+        if (REST == 0 && stage + 1 == LOOP && more) turn_leaf(doubled);
         if (REST > 0 || more || stage + 1 < LOOP) fetch(first);
         if (stage + 1 == LOOP) break;
       }
@@ -230,15 +279,37 @@ template <class P, Cut CUT> struct Consumer {
       if constexpr (!kOdd) fetch(second);
       multiply<REST>(sum, kOdd ? first : second, FULL > 0);
       ended(FULL > 0);
-      if (!kOdd && more) fetch(first);
+      if (!kOdd && more) turn_leaf(doubled), fetch(first);
     }
-    if (kOdd && more) fetch(second);
+    if (kOdd && more) turn_leaf(doubled), fetch(second);
     wgmma_wait<0>();
     release(before);
     if (kOdd && more)
 #pragma unroll
       for (int i = 0; i < kStageSteps; i++) first[i] = second[i];
     pin<kAccumulators>(sum);
+  }
+  /// The sums of a double tile, those of the second block of tokens behind those of the first, or, if it is not
+  /// `doubled`, of the first alone.
+  LP_DEVICE void sum_tiles(float* sum, bool doubled) {
+    constexpr int N = kAccumulators;
+    float part[N];
+    Quad first[kStageSteps];
+    fetch(first);
+#pragma unroll
+    for (int i = 0; i < N; i++) part[i] = 0, sum[i] = sum[N + i] = -0.0f;
+    // What is left to do; of a double tile times two.
+#pragma unroll 1
+    for (int left = doubled ? 2 * P::leaves : P::leaves; left > 0; left--) {
+      chain(part, first, left > 1, doubled);
+      if (doubled && left % 2 != 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[N + i] += part[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[i] += part[i];
+      }
+    }
   }
   /// The sums of a tile, of this block's part of K; of a product that is told in parts the next one. Additions begin
   /// with -0, which changes nothing.
@@ -284,18 +355,16 @@ template <Cut CUT> struct Exchange {
 
   /// What the block of a part is told.
   LP_DEVICE static u8* told(u8* words, u32 unit, u32 part) {
-    constexpr u32 APART = kTeam<CUT> / kAll;
-    static_assert(4 * (kAll - 1) * kPlace <= Memory::unit_sums, "room of a unit");
+    static_assert((kAll - 1) * kPlace <= Memory::block_sums, "room of a block");
     const u32 team = blockIdx.x / kTeam<CUT>, round = unit / (gridDim.x / kTeam<CUT>);
-    return words + Memory::sums + (u64)(team * 2 + round % 2) * Memory::unit_sums +
-           (part * APART + blockIdx.x % APART) * ((kAll - 1) * kPlace) + thread_index() * 16;
+    return words + Memory::sums + thread_index() * 16 +
+           (u64)((team * 2 + round % 2) * kTeam<CUT> + part * 2 + blockIdx.x % 2) * Memory::block_sums;
   }
   /// Until all blocks of the tile have come here. The blocks of a team are resident, all at the same unit.
   LP_DEVICE static void meet(u8* words) {
     barrier_sync(1, kConsumerThreads);
     if (thread_index() == 0) {
-      const u32 side = CUT == Cut::kHalves ? blockIdx.x % 2 : 0;
-      u32* come = reinterpret_cast<u32*>(words + Memory::come) + blockIdx.x / kTeam<CUT> * 2 + side;
+      u32* come = reinterpret_cast<u32*>(words + Memory::come) + blockIdx.x / kTeam<CUT> * 2 + blockIdx.x % 2;
       // A tile's blocks count four, tile by tile and launch by launch.
       const u32 all = (fetch_add_release_u32(come, 4 / kAll) & ~3u) + 4;
       while ((int)(load_acquire_u32(come) - all) < 0) {
@@ -362,9 +431,10 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
     const bool first = on && place + 1 < kGroupTiles && word & 1 && next == word + 2, whole = first || !(word & 1);
     const u32 units = __ballot_sync(kAllLanes, first),
               tile_count = __popc(__ballot_sync(kAllLanes, on)) / kStageSteps;
-    const bool mine = on && !(units << kStageSteps >> lane & 1) && (!of.paired || lane / 16 == blockIdx.x % 2);
+    const bool own_half = of.shared != Shared::kRows || lane / 16 == blockIdx.x % 2,
+               mine = on && own_half && !(units << kStageSteps >> lane & 1);
     const u8* from = weights + (u64)(word >> 1) * P::run;
-    each_stage<P, CUT>([&](int first_step, int steps) {
+    each_stage<P, CUT>(1, [&](int first_step, int steps, u32) {
       const int first_run = first_step / P::run_steps, runs = steps / P::run_steps;
       wait_phase(shared + R::a_empty + 8 * turn.slot, turn.phase);
       const u32 to = shared + turn.slot * kSlotBytes + place * kTileBytes<P> + own * P::run,
@@ -376,8 +446,8 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
       if (mine && own < (whole ? 1 : runs)) {
         const u8* at = from + (u64)(first_run + own) * stride;
         const u32 bytes = whole ? runs * stride : P::run;
-        if (of.paired) bulk_load_pair(to, at, bytes, full);
-        else if (__popc(blocks) == 1) bulk_load(to, at, bytes, full, once);
+        if (of.shared == Shared::kRows) bulk_load_pair(to, at, bytes, full);
+        else if (__popc(blocks) <= (of.doubled() ? 2 : 1)) bulk_load(to, at, bytes, full, once);
         else bulk_load(to, at, bytes, full);
       }
       turn.next();
@@ -393,21 +463,28 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
   Turn<R::b_slots> turn;
   turn.phase = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
-    const u8* from = vectors + (u64)of.block * P::steps * kStepBytes;
     const auto fill = [&](const auto& load) {
       wait_phase(shared + R::b_empty + 8 * turn.slot, turn.phase);
       load(shared + R::b + turn.slot * kSlotBytes, shared + R::b_full + 8 * turn.slot);
       turn.next();
     };
-    each_stage<P, CUT>([&](int step, int steps) {
+    each_stage<P, CUT>(of.doubled() ? 2 : 1, [&](int step, int steps, u32 time) {
       fill([&](u32 to, u32 full) {
-        mbarrier_expect(full, steps * kStepBytes);
-        bulk_load(to, from + (u64)step * kStepBytes, steps * kStepBytes, full);
+        const u8* from = vectors + ((u64)(time == 0 ? of.block : of.second) * P::steps + step) * kStepBytes;
+        const u32 half = steps * (kStepBytes / 2), own = blockIdx.x % 2 * half;
+        mbarrier_expect(full, 2 * half);
+        if (of.shared == Shared::kTokens) bulk_load_pair(to + own, from + own, half, full);
+        else bulk_load(to, from, 2 * half, full);
       });
     });
 #pragma unroll 1
-    for (int i = 0; i < E::stages; i++)
-      fill([&](u32 to, u32 full) { epilogue.fetch(i, of.group, of.block * kTokens + first_token<CUT>(), to, full); });
+    for (u32 time = 0; time < (of.doubled() ? 2 : 1); time++)
+#pragma unroll 1
+      for (int i = 0; i < E::stages; i++)
+        fill([&](u32 to, u32 full) {
+          const u32 block = time == 0 ? of.block : of.second;
+          epilogue.fetch(i, of.group, block * kTokens + first_token<CUT>(), to, full);
+        });
   });
 }
 
@@ -423,7 +500,7 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     for (u32 i = 0; i < R::a_slots; i++)
       mbarrier_init(shared + R::a_full + 8 * i, 1), mbarrier_init(shared + R::a_empty + 8 * i, 2 * kConsumers);
     for (u32 i = 0; i < R::b_slots; i++)
-      mbarrier_init(shared + R::b_full + 8 * i, 1), mbarrier_init(shared + R::b_empty + 8 * i, kConsumers);
+      mbarrier_init(shared + R::b_full + 8 * i, 1), mbarrier_init(shared + R::b_empty + 8 * i, 2 * kConsumers);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -442,13 +519,20 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
     raise_registers<240>();
     wait_launch_before();
     Consumer<P, CUT> consumer(shared);
-    float sum[kAccumulators];
+    float sum[kAccumulators * (kDoubles<P, CUT> ? 2 : 1)];
     each_tile<P, CUT>(blocks, [&](const Tile& of) {
-      consumer.begin(of.paired);
+      consumer.begin(of);
       // Found behind the sums, which need all registers.
       const auto tile = [&] { return of.group * kGroupTiles + warp; };
       const auto token = [&] { return of.block * kTokens + first_token<CUT>(); };
-      if constexpr (P::told > 1) {
+      if constexpr (kDoubles<P, CUT>) {
+        consumer.sum_tiles(sum, of.doubled());
+        epilogue.finish(consumer, tile(), token(), sum);
+        if (!of.doubled()) return;
+#pragma unroll
+        for (int i = 0; i < kAccumulators; i++) sum[i] = sum[kAccumulators + i];
+        epilogue.finish(consumer, tile(), of.second * kTokens, sum);
+      } else if constexpr (P::told > 1) {
 #pragma unroll 1
         for (u32 part = 0; part < P::told; part++) {
           consumer.sum_tile(sum);

@@ -41,7 +41,7 @@ LP_DEVICE void embed(const Launch& launch) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, runs = token_blocks(launch.row_count) * kRuns;
   uint2* places = reinterpret_cast<uint2*>(launch.words + Memory::places);
   u32* come = reinterpret_cast<u32*>(launch.words + Memory::come);
-  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kMostTeams * 2; i += gridDim.x * blockDim.x) come[i] = 0;
+  for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < kMostBlocks / 2; i += gridDim.x * blockDim.x) come[i] = 0;
   each_warp(runs, [&](u32 run) { places[run * 32 + lane] = place_of(launch, run * 32 + lane); });
   each_warp(runs * kHiddenTiles, [&](u32 item) {
     const u32 tile = item % kHiddenTiles, first = item / kHiddenTiles * kRunTokens;

@@ -12,6 +12,7 @@ mod mirrors;
 mod page_model;
 mod plans;
 mod ranks;
+mod sass;
 mod shapes;
 mod shards;
 mod wide;

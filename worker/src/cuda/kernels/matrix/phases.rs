@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(first(2048, &all, true)[1..9], layer);
         let cut = first(2048, &Pass { cut: 1, merge_count: 9, ..prompt }, false);
         assert_eq!(cut[3..6], ["attend_cut_tiles", "merge_spans", "out"]);
-        let quads = ["norms", "qkv_quads", "attend_tiles", "out_quads", "norms", "gate_up", "down_quads"];
+        let quads = ["norms", "qkv_halves", "attend_tiles", "out_quads", "norms", "gate_up", "down_quads"];
         assert_eq!(first(128, &prompt, false)[1..], quads);
         let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down_halves"];
         assert_eq!(first(256, &prompt, false)[1..], halves);

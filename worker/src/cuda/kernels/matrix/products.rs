@@ -8,10 +8,9 @@ use crate::plan::stream::LAYER_PRODUCTS;
 
 /// Rows of weights of a tile of a product. It has [`TOKEN_BLOCK`] tokens.
 const TILE: usize = 128;
-/// Tokens of a pass at most where K of long products is cut although that saves no round.
+/// Tokens of a pass at most where K of long products is halved although that saves no round, and k16 steps that they
+/// have at least: 8B on an H200, 257 to 512 rows: down (896 steps) 4 to 13 % faster, o (256) 9 to 10 % slower.
 const MOST_CUT: u32 = 4 * TOKEN_BLOCK as u32;
-/// k16 steps that such a product has at least: 8B on an H200, 257 to 512 rows: down (896 steps) 4 to 13 % faster, o
-/// (256) 9 to 10 % slower.
 const LONG: u32 = 512;
 /// Leaves of K that a product has at least whose K can be cut.
 const QUAD_LEAVES: usize = 4;
@@ -23,8 +22,27 @@ pub(super) enum Cut {
     Pair,
     /// Two such pairs have half of K each.
     Halves,
-    /// Four blocks have the same tile, and a quarter of K each.
+    /// Four such pairs have a quarter of K each.
     Quads,
+}
+
+impl Cut {
+    fn parts(self) -> u32 {
+        match self {
+            Self::Pair => 1,
+            Self::Halves => 2,
+            Self::Quads => 4,
+        }
+    }
+
+    /// What blocks tell each other of a tile, in k16 steps that take as long: 8B on an H200, of o with 128 to 640 rows.
+    fn exchange(self) -> u32 {
+        match self {
+            Self::Pair => 0,
+            Self::Halves => 16,
+            Self::Quads => 36,
+        }
+    }
 }
 
 /// The products of a layer, in stream order, by so many blocks.
@@ -65,28 +83,30 @@ impl Products {
         self.of.map(|size| size.cut(rows, self.blocks).0)
     }
 
-    /// What a layer's products of `rows` tokens take, in k16 steps of half a round of tiles.
+    /// What a layer's products of `rows` tokens take, in k16 steps of a tile.
     pub fn time(&self, rows: usize) -> u64 {
-        let time = |size: &Size| u64::from(size.cut(rows as u32, self.blocks).1) * u64::from(size.steps);
-        self.of.iter().map(time).sum()
+        self.of.iter().map(|size| u64::from(size.cut(rows as u32, self.blocks).1)).sum()
     }
 }
 
 impl Size {
-    /// What takes least time for `rows` tokens, by `blocks` blocks, and how many rounds of half of K that is.
+    /// What takes least time for `rows` tokens, by `blocks` blocks, and how many k16 steps that is.
     fn cut(&self, rows: u32, blocks: u32) -> (Cut, u32) {
         let Self { groups, steps, cuttable } = *self;
         let tokens = rows.div_ceil(TOKEN_BLOCK as u32);
         // Two neighbouring tiles, of the last tokens by themselves two groups.
         let units = groups * (tokens / 2) + if tokens.is_multiple_of(2) { 0 } else { groups.div_ceil(2) };
-        let (pairs, halves) = (2 * units.div_ceil(blocks / 2), units.div_ceil(blocks / 4));
-        let as_long = halves == pairs && steps >= LONG && rows <= MOST_CUT;
-        match tokens {
-            _ if !cuttable => (Cut::Pair, pairs),
-            0 | 1 => (Cut::Quads, groups.div_ceil(blocks / 4).div_ceil(2)),
-            _ if halves < pairs || as_long => (Cut::Halves, halves),
-            _ => (Cut::Pair, pairs),
-        }
+        let time = |cut: Cut| {
+            let hidden = cut == Cut::Halves && steps >= LONG && rows <= MOST_CUT;
+            let exchange = if hidden { 0 } else { cut.exchange() };
+            units.div_ceil(blocks / (2 * cut.parts())) * (steps / cut.parts() + exchange)
+        };
+        let cuts: &[Cut] = match blocks {
+            _ if !cuttable => &[Cut::Pair],
+            8.. => &[Cut::Halves, Cut::Pair, Cut::Quads],
+            _ => &[Cut::Halves, Cut::Pair],
+        };
+        cuts.iter().map(|&cut| (cut, time(cut))).min_by_key(|(_, time)| *time).expect("there is a cut")
     }
 }
 
@@ -118,23 +138,17 @@ mod tests {
         let cuts =
             |size: Size| [1, 128, 129, 257, 385, 512, 513, 641, 769, 1280, 2048].map(|rows| size.cut(rows, 132).0);
         use Cut::{Halves, Pair, Quads};
-        // By 66 pairs or 33 fours. Up to 512 rows 32, 48 and 64 units: 1, 1, 1 rounds or 1, 2, 2 of half as long; then
-        // 80, 96, 112, 160 and 256: 2, 2, 2, 3, 4 or 3, 3, 4, 5, 8.
+        // By 66 pairs, 33 fours or 16 eights, units of 1 to 16 blocks of tokens: 16, 32, 48, 64, 80, 96, 112, 160, 256.
         assert_eq!(cuts(OUT), [Quads, Quads, Halves, Pair, Pair, Pair, Halves, Halves, Pair, Halves, Pair]);
-        assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Halves, Halves, Halves, Halves, Halves, Pair, Halves, Pair]);
-        // 48, 72 and 96 units: 1, 2, 2 rounds or 2, 3, 3; then 120, 144, 168, 240 and 384: 2, 3, 3, 4, 6 or 4, 5, 6, 8,
-        // 12.
-        assert_eq!(cuts(QKV), [Quads, Quads, Pair, Halves, Halves, Halves, Pair, Halves, Pair, Pair, Pair]);
+        assert_eq!(cuts(DOWN), [Quads, Quads, Halves, Quads, Halves, Halves, Quads, Halves, Pair, Halves, Pair]);
+        // 24, 48, 72, 96, 120, 144, 168, 240, 384.
+        assert_eq!(cuts(QKV), [Halves, Halves, Pair, Halves, Halves, Halves, Pair, Halves, Pair, Pair, Pair]);
     }
 
     #[test]
     fn time_is_of_whole_rounds() {
-        // 512 rows: 1.5 rounds of qkv, 1 of o, 7 of gate and up, 1 of down.
-        assert_eq!(Products::LLAMA_8B.time(512), 3 * 256 + 2 * 256 + 14 * 256 + 2 * 896);
-        assert_eq!(
-            Products::LLAMA_8B.time(1),
-            256 + 256 + 4 * 256 + 896,
-            "one row is a tile; two rounds of quarters are one of halves"
-        );
+        // 512 rows: 3 rounds of halves of qkv, 1 round of o, 7 of gate and up, 2 of halves of down.
+        assert_eq!(Products::LLAMA_8B.time(512), 3 * (128 + 16) + 256 + 7 * 256 + 2 * 448);
+        assert_eq!(Products::LLAMA_8B.time(1), 144 + 100 + 2 * 256 + 260, "one row is a tile");
     }
 }

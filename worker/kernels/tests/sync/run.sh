@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
 # (rings of two warps and of one), the vectors' words of several blocks, one of them without tiles, and pages of
-# attention in rings of four and five stages; then the negative controls, which must be reported; then the sums of
+# attention in rings of four and five stages, and products of matrix passes in those of a pair of blocks, of leaves that
+# are several stages, one, and not whole ones; then the negative controls, which must be reported; then the sums of
 # products of 1 to 16 ranks, of which one shape's by 2 and 4 ranks run under ThreadSanitizer, too: it takes ten times as
 # long; then gate and up of wide passes, of the longest to the shortest leaves. Needs a C++20 compiler with
 # ThreadSanitizer: CXX, else c++.
@@ -58,6 +59,12 @@ build pages pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}"
 build pages-five pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=4096 "${pages[@]}" # five stages: a warp waits for all pages
 build pages-window pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -ULP_WINDOW -DLP_WINDOW=300
 build unheard pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -DLP_UNHEARD
+tiles=(-Wno-parentheses -DLP_LAYERS=1 -DLP_COLUMNS=2048 -DLP_HEADS=16 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_BLOCKS=128)
+build tiles tiles.cpp -DLP_HIDDEN=1024 -DLP_INTERMEDIATE=308 "${tiles[@]}" # an odd number of groups
+for hidden in 1152 1536 3072; do
+    build "tiles-$hidden" tiles.cpp -DLP_HIDDEN="$hidden" -DLP_INTERMEDIATE=76 "${tiles[@]}"
+done
+build untold tiles.cpp -DLP_HIDDEN=1024 -DLP_INTERMEDIATE=308 "${tiles[@]}" -DLP_UNTOLD
 built
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/shared"
@@ -65,12 +72,15 @@ export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/pages"
 "$out/pages-five"
 "$out/pages-window"
+"$out/tiles"
+for hidden in 1152 1536 3072; do "$out/tiles-$hidden"; done
 for _ in 1 2 3; do
     "$out/words"
     "$out/idle"
 done
 noticed "slots given back before they are read" early "data race" "saw other fragments"
 noticed "pages awaited before those of the other set have landed" unheard "data race" "[1-9][0-9]* warps saw others"
+noticed "halves of a pair's weights fetched before the other block has read" untold "data race" "[1-9][0-9]* wrong"
 noticed "rings that are not paced" unpaced "[1-9][0-9]* times too many rings"
 noticed "words that are not cleared" kept "fragments of another step"
 noticed "words cleared a turn too early" cleared "data race"

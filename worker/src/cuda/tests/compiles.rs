@@ -43,7 +43,7 @@ const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
 const WIDE_SPILLS: u32 = 300;
 /// Arrives of a narrow kernel that come in front of the data of loads: the epilogue's warps give partial sums back so.
 /// Ordinary stores overwrite them, which the barrier orders; it does not order bulk copies.
-const PARTIALS_GIVEN_BACK: usize = 2;
+const PARTIALS_GIVEN_BACK: usize = 4;
 /// The compiler's warning that it makes products wait for each other.
 const SERIALIZED: &str = "wgmma.mma_async instructions are serialized";
 /// A kernel of matrix passes, between its tiles; attention of prompts also where positions are masked, and where tiles

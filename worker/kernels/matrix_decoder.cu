@@ -114,13 +114,13 @@ LP_VECTORS(matrix_choose) {
   matrix::choose(launch, pass);
 }
 
-// The same by teams of four blocks, where blocks would idle. Not for products of fewer than four leaves.
-#define LP_CUT(NAME, PRODUCT, WORK)                                                                     \
-  LP_PRODUCT(NAME##_halves) {                                                                        \
-    if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kHalves>(launch, pass, layer); else trap();      \
-  }                                                                                                     \
-  LP_PRODUCT(NAME##_quads) {                                                                         \
-    if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kQuads>(launch, pass, layer); else trap();       \
+// The same by teams of four blocks and of eight, which share K. Not for products of fewer than four leaves.
+#define LP_CUT(NAME, PRODUCT, WORK)                                                                \
+  LP_PRODUCT(NAME##_halves) {                                                                      \
+    if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kHalves>(launch, pass, layer); else trap(); \
+  }                                                                                                \
+  LP_PRODUCT(NAME##_quads) {                                                                       \
+    if constexpr (matrix::kInQuads<PRODUCT>) WORK<Cut::kQuads>(launch, pass, layer); else trap();  \
   }
 LP_CUT(matrix_qkv, Qkv, qkv)
 LP_CUT(matrix_out, O, out)

@@ -44,10 +44,11 @@ enum class Cut { kPair, kHalves, kQuads };
 /// Parts that K is cut into, and runs of a tile that a block finishes.
 template <Cut CUT> constexpr int kParts = CUT == Cut::kPair ? 1 : CUT == Cut::kHalves ? 2 : 4;
 template <Cut CUT> constexpr int kFinished = kRuns / kParts<CUT>;
-/// Leaves of a double tile are kept in the ring, beside some of what follows.
+/// Leaves of a double tile are kept in the ring, beside some of what follows. Weights of few bits are unpacked in
+/// registers, of which double tiles leave none.
 template <class P> constexpr int kLeafStages = (P::leaf_steps + kStageSteps - 1) / kStageSteps;
-template <class P, Cut CUT> constexpr bool kDoubles =
-    CUT == Cut::kPair && P::leaves == P::group && kLeafStages<P> <= 6 && (kSame<P, GateUp> || kSame<P, Head>);
+template <class P, Cut CUT> constexpr bool kDoubles = CUT == Cut::kPair && P::format == Format::kBf16 &&
+    P::leaves == P::group && kLeafStages<P> <= 6 && (kSame<P, GateUp> || kSame<P, Head>);
 /// Blocks of a team, which work on the same unit: for each part of K a pair.
 template <Cut CUT> constexpr u32 kTeam = 2 * kParts<CUT>;
 /// Whether a product's leaves are added in four groups; of fewer leaves than four ascending is the same.
@@ -101,11 +102,14 @@ LP_DEVICE u32 block_at(u32 blocks, u32 place) {
   for (; place > 0; place--) blocks &= blocks - 1;
   return __ffs(blocks) - 1;
 }
-/// Units of a product that are double tiles, of `most` pairs of groups by pairs of blocks of tokens: whole rounds of
-/// them, and what is left where tiles would take two rounds as well.
-LP_DEVICE u32 double_units(u32 most, u32 teams) {
-  const u32 whole = most / teams * teams;
-  return 2 * (most - whole) > teams ? most : whole;
+/// Units of GROUPS groups and `count` blocks of tokens that are double tiles: whole rounds of them, and what is left
+/// unless it takes fewer rounds as single tiles, with those that follow.
+template <u32 GROUPS> LP_DEVICE u32 double_units(u32 count, u32 teams) {
+  const u32 most = GROUPS / 2 * (count / 2), rest = most % teams, idle = teams - rest,
+            single = GROUPS % 2 * (count / 2) + count % 2 * ((GROUPS + 1) / 2);
+  const u32 doubled = 2 + (single > idle ? (single - idle + teams - 1) / teams : 0),
+            apart = (2 * rest + single + teams - 1) / teams;
+  return doubled <= apart ? most : most - rest;
 }
 /// The tiles of this block, of the blocks of tokens in `blocks`: calls work(tile). Double tiles come first, then those
 /// that share rows, then those of an odd last block.
@@ -113,10 +117,11 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
   constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles;
   const u32 teams = gridDim.x / kTeam<CUT>;
   if (blockIdx.x >= teams * kTeam<CUT>) return;
+  const u32 doubles = kDoubles<P, CUT> ? double_units<GROUPS>(__popc(blocks), teams) : 0;
 #pragma unroll 1
   for (u32 unit = blockIdx.x / kTeam<CUT>;; unit += teams) {
     const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, most = GROUPS / 2 * pairs;
-    const u32 doubles = kDoubles<P, CUT> ? double_units(most, teams) : 0, next = unit - doubles;
+    const u32 next = unit - doubles;
     u32 group, first, more = 0;  // which of the blocks of tokens, and of a double tile one more
     Shared shared = Shared::kNothing;
     if (kDoubles<P, CUT> && unit < doubles) {
@@ -207,6 +212,10 @@ template <class P, Cut CUT> struct Consumer {
     release(b.slot + (never ? 8192 : 0));
     b.next();
   }
+  /// Gives back the slot of the stage of A whose fragments have been asked for last.
+  LP_DEVICE void give_back() {
+    if (lane_index() < 2 && !(kDoubles<P, CUT> && kept)) mbarrier_arrive_remote(empty + 8 * fetched);
+  }
   /// Asks for the fragments of the next stage of A.
   LP_DEVICE void fetch(Quad* to) {
     wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
@@ -220,6 +229,9 @@ template <class P, Cut CUT> struct Consumer {
     }
     fetched = a.slot;
     a.next();
+#ifdef LP_RELEASE_EARLY
+    give_back();
+#endif
   }
   /// Behind a leaf that more follow: of a double tile it is read a second time, and then given back.
   LP_DEVICE void turn_leaf(bool doubled) {
@@ -238,7 +250,9 @@ template <class P, Cut CUT> struct Consumer {
     for (int i = 0; i < STEPS; i++)
       wgmma<kTokens>(sum, of[i], wgmma_operand(operand, i * kStepBytes), i == 0 ? add : 1);
     wgmma_commit();
-    if (lane_index() < 2 && !(kDoubles<P, CUT> && kept)) mbarrier_arrive_remote(empty + 8 * fetched);
+#ifndef LP_RELEASE_EARLY
+    give_back();
+#endif
   }
   /// A leaf, whose first fragments are in `first`, in one chain from zero. A stage's products run while the next one's
   /// fragments are fetched, at the end, if there are `more`, those of the next leaf.

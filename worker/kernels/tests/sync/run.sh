@@ -28,7 +28,7 @@ built() { # all that was begun
 noticed() { # WHAT PROGRAM SYMPTOM...
     local what=$1 program=$2
     shift 2
-    if "$out/$program" > "$out/log" 2>&1; then
+    if timeout 180 "$out/$program" > "$out/log" 2>&1; then
         echo "a negative control was not noticed: $what" >&2
         exit 1
     fi
@@ -61,7 +61,7 @@ build pages-window pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -ULP
 build unheard pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -DLP_UNHEARD
 tiles=(-Wno-parentheses -DLP_LAYERS=1 -DLP_COLUMNS=2048 -DLP_HEADS=16 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_BLOCKS=128)
 build tiles tiles.cpp -DLP_HIDDEN=1024 -DLP_INTERMEDIATE=308 "${tiles[@]}" # an odd number of groups
-for hidden in 1152 1536 3072; do
+for hidden in 1152 1536 2048 3072; do
     build "tiles-$hidden" tiles.cpp -DLP_HIDDEN="$hidden" -DLP_INTERMEDIATE=76 "${tiles[@]}"
 done
 build untold tiles.cpp -DLP_HIDDEN=1024 -DLP_INTERMEDIATE=308 "${tiles[@]}" -DLP_UNTOLD
@@ -72,8 +72,7 @@ export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/pages"
 "$out/pages-five"
 "$out/pages-window"
-"$out/tiles"
-for hidden in 1152 1536 3072; do "$out/tiles-$hidden"; done
+for shape in '' -1152 -1536 -2048 -3072; do timeout 180 "$out/tiles$shape"; done
 for _ in 1 2 3; do
     "$out/words"
     "$out/idle"

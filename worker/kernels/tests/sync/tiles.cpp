@@ -199,6 +199,7 @@ int main() {
   std::thread engine([] { copies.run(); });
   launch<GateUp>(1, 0b111);    // double tiles, one that shares rows, and of an odd block
   launch<GateUp>(2, 0b101101);
+  launch<GateUp>(3, 0b1111);   // two that could be a double tile share rows
   launch<GateUp>(1, 0b10);
   launch<O>(1, 0b111);
   {

@@ -18,7 +18,7 @@ use crate::cuda::kernels::variants::{
     Design, LoopMode, VARIANTS, Variant, check_shape, check_wide, matrix_of, variants_of,
 };
 use crate::cuda::sampler::kernel as sampler;
-use crate::cuda::tests::sass::early_arrives;
+use crate::cuda::tests::sass::{Found, arrives};
 use crate::cuda::weights::heads::padded;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{group, layout};
@@ -44,15 +44,17 @@ const WIDE_SPILLS: u32 = 300;
 /// Arrives of a narrow kernel that come in front of the data of loads: the epilogue's warps give partial sums back so.
 /// Ordinary stores overwrite them, which the barrier orders; it does not order bulk copies.
 const PARTIALS_GIVEN_BACK: usize = 4;
+/// The same of each product of matrix passes: a stage of B, while the next leaf's fragments of A are on their way.
+const STAGE_GIVEN_BACK: usize = 1;
+/// Kernels of matrix passes that have rings.
+const MATRIX_RINGS: [&str; 6] =
+    ["matrix_qkv", "matrix_out", "matrix_gate_up", "matrix_down", "matrix_head", "matrix_attend_spans"];
 /// The compiler's warning that it makes products wait for each other.
 const SERIALIZED: &str = "wgmma.mma_async instructions are serialized";
 /// A kernel of matrix passes, between its tiles; attention of prompts also where positions are masked, and where tiles
 /// are cut by spans.
 const MATRIX_SPILLS: u32 = 80;
 const CUT_TILES_SPILLS: u32 = 104;
-/// The same where weights have few bits: they are unpacked in registers. (116 of 8B's gate and up in FP8, of which 12
-/// are stored and loaded once a leaf; not timed against a kernel without.)
-const MATRIX_SPILLS_OF_FEW_BITS: u32 = 120;
 /// Of wide kernels whose weights have few bits: where sums become the residual, twice a layer.
 const FEW_BITS_SPILLS: u32 = 64;
 /// Of one GPU's kernel of eight columns: where rows of a sequence read its pages together, and between steps. And of
@@ -161,7 +163,7 @@ fn products_that_are_timed_alone_compile() {
     }
 }
 
-/// A negative control: matrix passes that give back what an epilogue has asked for.
+/// A negative control: matrix passes that give back what they have asked for.
 #[test]
 fn slots_that_are_given_back_too_early_are_found() {
     let Some(compiler) = compiler() else { return };
@@ -169,8 +171,11 @@ fn slots_that_are_given_back_too_early_are_found() {
     let mut program = matrix.program(&layout(&Shape::Llama1B.config(), 128));
     program.defines.push(("LP_RELEASE_EARLY", 1));
     let (binary, _) = compiler.build(&program, &Cache::from_environment()).unwrap_or_else(|e| panic!("{e}"));
-    let early = early_arrives(&binary.cubin);
-    assert!(early.iter().any(|of| of.starts_with("matrix_gate_up+")), "{early:?}");
+    let found = arrives(&binary.cubin);
+    for kernel in ["matrix_qkv", "matrix_out", "matrix_gate_up", "matrix_down", "matrix_head"] {
+        let noticed = |of: &Found| of.kernel == kernel && of.early.len() > STAGE_GIVEN_BACK;
+        assert!(found.iter().any(noticed), "{kernel}: {found:?}");
+    }
 }
 
 #[test]
@@ -201,12 +206,8 @@ fn every_shape_compiles_and_its_resources_are_told() {
         let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
         let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
         check_wide(&layout).unwrap_or_else(|problem| panic!("{name}: {problem}"));
-        let of_matrix = match config.layer_weights {
-            WeightFormat::Bf16 => MATRIX_SPILLS,
-            _ => MATRIX_SPILLS_OF_FEW_BITS,
-        };
         let most_spilled = |variant: &Variant| match variant.design {
-            Design::Matrix => of_matrix,
+            Design::Matrix => MATRIX_SPILLS,
             Design::Wide if config.layer_weights != WeightFormat::Bf16 => FEW_BITS_SPILLS,
             _ if variant.columns() == 8 && config.hidden_size <= config.head_dim => SMALLEST_SPILLS,
             _ if variant.columns() == 8 => TOGETHER_SPILLS,
@@ -250,9 +251,19 @@ fn every_shape_compiles_and_its_resources_are_told() {
             assert!(!cached && binary.cubin.starts_with(b"\x7fELF"), "{name}");
             // wgmma one by one, which only the log tells.
             assert!(!binary.log.contains(SERIALIZED), "{name}: {}", binary.log);
-            let early = early_arrives(&binary.cubin);
-            let given_back = if variant.design == Design::Narrow { PARTIALS_GIVEN_BACK } else { 0 };
-            assert!(early.len() <= given_back, "{name} gives back what it has not read: {early:?}");
+            let found = arrives(&binary.cubin);
+            let (rings, given_back) = match variant.design {
+                Design::Matrix => (MATRIX_RINGS.to_vec(), STAGE_GIVEN_BACK),
+                Design::Narrow => (vec![variant.name()], PARTIALS_GIVEN_BACK),
+                _ => (vec![variant.name()], 0),
+            };
+            for of in &found {
+                assert!(of.early.len() <= given_back, "{name} gives back what it has not read: {of:?}");
+            }
+            for ring in rings {
+                let seen = |of: &Found| of.kernel == ring && of.loads > 0 && of.arrives > 0;
+                assert!(found.iter().any(seen), "{name}, {ring}: nothing is read and given back");
+            }
             let kernels = match variant.design {
                 Design::Matrix => matrix::names().to_vec(),
                 _ => vec![variant.name()],

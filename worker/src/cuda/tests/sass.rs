@@ -5,9 +5,9 @@
 //! overwrites what they have not read (kernels/NOTES.md, "Release only what has been used"). So in front of each arrive
 //! all loads must have been waited for, which only the instructions tell. Words of 16 bytes; where what lies in them is
 //! found by `nvdisasm -hex` (CUDA 13.0): opcode in bits 0 to 11, the scoreboard that a load counts in 110 to 112, those
-//! that an instruction waits for in 116 to 121, a branch's way in 16 to 23 and 34 to 81, in fours of bytes.
+//! that an instruction waits for in 116 to 121, its predicate in 12 to 15.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 
 const LDS: u64 = 0x984;
 const LDSM: u64 = 0x83b;
@@ -15,52 +15,58 @@ const SYNCS_ARRIVE: u64 = 0x9a7;
 /// Shuffles wait in the same queue: who has a shuffle's value has what was loaded before it, and the compiler counts on
 /// that.
 const SHFL: [u64; 4] = [0x389, 0x589, 0x989, 0xf89];
-/// Branches and calls, and where threads that have parted come together.
-const WITH_TARGETS: [u64; 3] = [0x947, 0x944, 0x945];
+/// What nothing follows, if its predicate is always true.
+const BRA: u64 = 0x947;
+const EXIT: u64 = 0x94d;
+const RET: u64 = 0x950;
+const ALWAYS: u64 = 7;
 const SCOREBOARDS: u64 = 6;
 const INSTRUCTION: usize = 16;
 
-/// Arrives of a cubin that are in front of the data of loads, as `kernel+byte: loads`. Loads that come to it by a
-/// branch are not seen.
-pub(super) fn early_arrives(cubin: &[u8]) -> Vec<String> {
-    let of = |(kernel, code): (String, &[u8])| {
-        let found = early_in(code).into_iter();
-        found.map(move |(byte, loads)| format!("{kernel}+{byte:#x}: {loads} loads")).collect::<Vec<_>>()
-    };
-    kernels(cubin).into_iter().flat_map(of).collect()
+/// A kernel's instructions.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Found {
+    pub kernel: String,
+    pub loads: usize,
+    pub arrives: usize,
+    /// Arrives in front of the data of loads: byte of the code, loads that are still on their way. Only those of
+    /// instructions that follow each other: what comes to an arrive by a branch is not seen.
+    pub early: Vec<(usize, usize)>,
 }
 
-/// (byte of the arrive, loads that are still on their way).
-fn early_in(code: &[u8]) -> Vec<(usize, usize)> {
+/// What is found in each kernel of a cubin.
+pub(super) fn arrives(cubin: &[u8]) -> Vec<Found> {
+    kernels(cubin).into_iter().map(|(kernel, code)| Found { kernel, ..found_in(code) }).collect()
+}
+
+fn found_in(code: &[u8]) -> Found {
     let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
-    let instructions: Vec<_> = code.chunks_exact(INSTRUCTION).map(|of| (word(&of[..8]), word(&of[8..]))).collect();
-    let opcode = |low: u64| low & 0xfff;
-    let targets: HashSet<i64> = (1..)
-        .zip(&instructions)
-        .filter(|(_, (low, _))| WITH_TARGETS.contains(&opcode(*low)))
-        .map(|(next, (low, high))| {
-            let way = ((high & 0x3_ffff) << 30 | low >> 34) << 8 | low >> 16 & 0xff;
-            next + ((way << 8) as i64 >> 8) * 4 / INSTRUCTION as i64
-        })
-        .collect();
+    let mut found = Found::default();
     // Of loads and shuffles on their way: instruction, scoreboard and whether it is a load.
-    let (mut loads, mut found) = (BTreeMap::new(), Vec::new());
-    for (index, (low, high)) in instructions.iter().enumerate() {
-        if targets.contains(&(index as i64)) {
-            loads.clear();
-        }
+    let mut pending = BTreeMap::new();
+    for (index, instruction) in code.chunks_exact(INSTRUCTION).enumerate() {
+        let (low, high) = (word(&instruction[..8]), word(&instruction[8..]));
         for board in (0..SCOREBOARDS).filter(|board| high >> 52 >> board & 1 == 1) {
             // They return in order: who waits for one has all that came before it.
-            if let Some(last) = loads.iter().rev().find(|(_, (of, _))| *of == board).map(|(index, _)| *index) {
-                loads = loads.split_off(&(last + 1));
+            if let Some(last) = pending.iter().rev().find(|(_, (of, _))| *of == board).map(|(index, _)| *index) {
+                pending = pending.split_off(&(last + 1));
             }
         }
-        let code = opcode(*low);
-        if [LDS, LDSM].contains(&code) || SHFL.contains(&code) {
-            loads.insert(index, (high >> 46 & 7, !SHFL.contains(&code)));
-        } else if code == SYNCS_ARRIVE {
-            let left = loads.values().filter(|(_, is_load)| *is_load).count();
-            found.extend((left > 0).then_some((index * INSTRUCTION, left)));
+        match low & 0xfff {
+            LDS | LDSM => {
+                found.loads += 1;
+                pending.insert(index, (high >> 46 & 7, true));
+            }
+            code if SHFL.contains(&code) => drop(pending.insert(index, (high >> 46 & 7, false))),
+            SYNCS_ARRIVE => {
+                found.arrives += 1;
+                let left = pending.values().filter(|(_, is_load)| *is_load).count();
+                found.early.extend((left > 0).then_some((index * INSTRUCTION, left)));
+            }
+            EXIT | RET if low >> 12 & 15 == ALWAYS => pending.clear(),
+            // Neither of lanes that differ nor by a uniform predicate.
+            BRA if low >> 12 & 15 == ALWAYS && low >> 32 & 3 == 0 && high >> 20 & 0xfff == 0x038 => pending.clear(),
+            _ => {}
         }
     }
     found
@@ -102,22 +108,22 @@ mod tests {
     #[test]
     fn an_arrive_in_front_of_the_data_is_found() {
         const ADD: u64 = 0x221;
-        let code = |of: &[(u64, u64, u64)]| {
-            of.iter().flat_map(|(opcode, waits, counts)| instruction(*opcode, *waits, *counts)).collect::<Vec<_>>()
+        let early = |of: &[(u64, u64, u64)]| {
+            let code = of.iter().flat_map(|(opcode, waits, counts)| instruction(*opcode, *waits, *counts));
+            found_in(&code.collect::<Vec<_>>()).early
         };
         let arrive = (SYNCS_ARRIVE, 0, 7);
         let loads = [(LDS, 0, 7), (LDSM, 0, 2)];
-        assert_eq!(early_in(&code(&[loads[0], loads[1], arrive])), [(32, 2)]);
-        assert_eq!(early_in(&code(&[loads[0], loads[1], (ADD, 1 << 2, 7), arrive])), []);
-        assert_eq!(early_in(&code(&[loads[0], loads[1], (ADD, 1 << 3, 7), arrive])), [(48, 2)], "another scoreboard");
-        assert_eq!(early_in(&code(&[loads[1], (LDS, 0, 3), (ADD, 1 << 2, 7), arrive])), [(48, 1)], "the second load");
+        assert_eq!(early(&[loads[0], loads[1], arrive]), [(32, 2)]);
+        assert_eq!(early(&[loads[0], loads[1], (ADD, 1 << 2, 7), arrive]), []);
+        assert_eq!(early(&[loads[0], loads[1], (ADD, 1 << 3, 7), arrive]), [(48, 2)], "another scoreboard");
+        assert_eq!(early(&[loads[1], (LDS, 0, 3), (ADD, 1 << 2, 7), arrive]), [(48, 1)], "the second load");
         let shuffled = [loads[0], (SHFL[0], 0, 1), (ADD, 1 << 1, 7), arrive];
-        assert_eq!(early_in(&code(&shuffled)), []);
-        assert_eq!(early_in(&code(&[shuffled[0], shuffled[1], arrive])), [(32, 1)]);
-        // A branch from behind the arrive to it: what lies before is another way.
-        let back = 0x947 | 0xf8 << 16 | 0x3fff_ffff << 34;
-        let mut looped = code(&[loads[1], arrive, (back, 0, 7)]);
-        looped[2 * INSTRUCTION + 8..].copy_from_slice(&0x3_ffff_u64.to_le_bytes());
-        assert_eq!(early_in(&looped), []);
+        assert_eq!(early(&shuffled), []);
+        assert_eq!(early(&[shuffled[0], shuffled[1], arrive]), [(32, 1)]);
+        // Behind a branch that is not always taken the load is still on its way; behind an exit it is another's.
+        assert_eq!(early(&[loads[0], (BRA, 0, 7), arrive]), [(32, 1)]);
+        assert_eq!(early(&[loads[0], (EXIT | ALWAYS << 12, 0, 7), arrive]), []);
+        assert_eq!(early(&[loads[0], (EXIT, 0, 7), arrive]), [(32, 1)]);
     }
 }

@@ -8,8 +8,8 @@ use crate::plan::stream::LAYER_PRODUCTS;
 
 /// Rows of weights of a tile of a product. It has [`TOKEN_BLOCK`] tokens.
 const TILE: usize = 128;
-/// Tokens of a pass at most where K of long products is halved although that saves no round, and k16 steps that they
-/// have at least: 8B on an H200, 257 to 512 rows: down (896 steps) 4 to 13 % faster, o (256) 9 to 10 % slower.
+/// Tokens of a pass at most, and k16 steps of a product at least, where halves take no longer than their k16 steps: 8B
+/// on an H200, down with 257 to 512 rows (2 to 13 % faster than pairs in as many rounds, where o was 9 to 10 % slower).
 const MOST_CUT: u32 = 4 * TOKEN_BLOCK as u32;
 const LONG: u32 = 512;
 /// Leaves of K that a product has at least whose K can be cut.

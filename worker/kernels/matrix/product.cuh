@@ -88,11 +88,11 @@ LP_DEVICE void wait_phase(u32 barrier, u32 phase) {
 template <Cut CUT> LP_DEVICE u32 part_of_k() { return blockIdx.x % kTeam<CUT> / (kTeam<CUT> / kParts<CUT>); }
 
 /// What a pair's two tiles have in common, so that each block fetches half of it for both.
-enum class Shared : u32 { kNothing, kRows, kTokens };
+enum class Common : u32 { kNothing, kRows, kTokens };
 struct Tile {
   u32 group;          // of row tiles
   u32 block, second;  // of tokens; of a double tile two, else the same
-  Shared shared;      // nothing: the other block has no tile
+  Common common;      // nothing: the other block has no tile
   u32 unit;           // that the team works on
   LP_DEVICE bool doubled() const { return block != second; }
 };
@@ -123,22 +123,22 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
     const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, most = GROUPS / 2 * pairs;
     const u32 next = unit - doubles;
     u32 group, first, more = 0;  // which of the blocks of tokens, and of a double tile one more
-    Shared shared = Shared::kNothing;
+    Common common = Common::kNothing;
     if (kDoubles<P, CUT> && unit < doubles) {
-      group = unit / pairs * 2 + side, first = unit % pairs * 2, more = 1, shared = Shared::kTokens;
+      group = unit / pairs * 2 + side, first = unit % pairs * 2, more = 1, common = Common::kTokens;
     } else if (next < GROUPS * pairs - 2 * doubles) {
       // Two of what could be a double tile follow each other, then those of an odd last group.
       const u32 halves = 2 * (most - doubles), of = doubles + next / 2, pair = next < halves ? of : next - halves;
       group = next < halves ? of / pairs * 2 + next % 2 : GROUPS - 1;
-      first = pair % pairs * 2 + side, shared = Shared::kRows;
+      first = pair % pairs * 2 + side, common = Common::kRows;
     } else {
       const u32 even = (next - (GROUPS * pairs - 2 * doubles)) * 2;
       if (count % 2 == 0 || even >= GROUPS) return;
       group = even + side, first = count - 1;
-      if (even + 1 < GROUPS) shared = Shared::kTokens;
+      if (even + 1 < GROUPS) common = Common::kTokens;
     }
     if (group >= GROUPS) return;
-    work(Tile{group, block_at(blocks, first), block_at(blocks, first + more), shared, unit});
+    work(Tile{group, block_at(blocks, first), block_at(blocks, first + more), common, unit});
   }
 }
 /// The stages of a tile of this block: calls work(first k16 step, steps, time), of each leaf so many times.
@@ -191,7 +191,7 @@ template <class P, Cut CUT> struct Consumer {
               lane = lane_index(), rank = blockIdx.x % 2;
     runs = shared + (warp - second) * kTileBytes<P> + second * P::run + (first | second);
     // Both blocks of a pair wait for the readers of what either fetches; one that is alone is told twice.
-    empty = map_shared(shared + R::a_empty, of.shared != Shared::kNothing ? lane & 1 : rank);
+    empty = map_shared(shared + R::a_empty, of.common != Common::kNothing ? lane & 1 : rank);
     kept = of.doubled();
   }
   /// Address of the next stage of B, or of the epilogue, once it is full.
@@ -445,7 +445,7 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
     const bool first = on && place + 1 < kGroupTiles && word & 1 && next == word + 2, whole = first || !(word & 1);
     const u32 units = __ballot_sync(kAllLanes, first),
               tile_count = __popc(__ballot_sync(kAllLanes, on)) / kStageSteps;
-    const bool own_half = of.shared != Shared::kRows || lane / 16 == blockIdx.x % 2,
+    const bool own_half = of.common != Common::kRows || lane / 16 == blockIdx.x % 2,
                mine = on && own_half && !(units << kStageSteps >> lane & 1);
     const u8* from = weights + (u64)(word >> 1) * P::run;
     each_stage<P, CUT>(1, [&](int first_step, int steps, u32) {
@@ -460,7 +460,7 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
       if (mine && own < (whole ? 1 : runs)) {
         const u8* at = from + (u64)(first_run + own) * stride;
         const u32 bytes = whole ? runs * stride : P::run;
-        if (of.shared == Shared::kRows) bulk_load_pair(to, at, bytes, full);
+        if (of.common == Common::kRows) bulk_load_pair(to, at, bytes, full);
         else if (__popc(blocks) <= (of.doubled() ? 2 : 1)) bulk_load(to, at, bytes, full, once);
         else bulk_load(to, at, bytes, full);
       }
@@ -487,7 +487,7 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
         const u8* from = vectors + ((u64)(time == 0 ? of.block : of.second) * P::steps + step) * kStepBytes;
         const u32 half = steps * (kStepBytes / 2), own = blockIdx.x % 2 * half;
         mbarrier_expect(full, 2 * half);
-        if (of.shared == Shared::kTokens) bulk_load_pair(to + own, from + own, half, full);
+        if (of.common == Common::kTokens) bulk_load_pair(to + own, from + own, half, full);
         else bulk_load(to, from, 2 * half, full);
       });
     });

@@ -357,7 +357,7 @@ static bool check(u32 rows, Cut cut) {
   start(matrix_head_choose, 0);
   start(matrix_choose, 0, false);
   check_words<<<1024, 256>>>(launch, pass, sums);
-  // A slot that is given back too early is overwritten under pressure alone: once in a hundred launches.
+  // A slot that is given back too early is overwritten seldom, and on some machines only.
   for (int again = 0; again < 30; again++) {
     start(matrix_head_choose, 0);
     check_words<<<1024, 256>>>(launch, pass, sums);

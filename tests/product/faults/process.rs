@@ -126,7 +126,9 @@ async fn an_upgrade_under_a_running_server_changes_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_terminated_server_ends_its_streams_and_exits_with_0() {
     let model = fixture("llama-tied");
-    let mut server = Server::start(&["--model", model.to_str().expect("UTF-8"), "--tp", "2"]).await;
+    // Longer than a thousand tokens take, however much else this machine does.
+    let args = ["--model", model.to_str().expect("UTF-8"), "--tp", "2", "--drain-seconds", "600"];
+    let mut server = Server::start(&args).await;
     let request = json!({"prompt": "on", "max_tokens": 1000, "ignore_eos": true});
     let mut stream = server.stream("/v1/completions", &request).await;
     stream.next().await.expect("a first event");

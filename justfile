@@ -28,6 +28,12 @@ gpu-tp:
     LOOPLANE_REQUIRE_GPU=1 CUDA_DEVICE_MAX_CONNECTIONS=32 \
         cargo test --workspace --lib -- cuda::tests::ranks cuda::tests::fabric cuda::tests::fed --test-threads 1
 
+# Tests on a GPU find them with LOOPLANE_KERNEL_CACHE=FOLDER. TESTS: begins of names, as `wide::`; otherwise all.
+# Compiles the kernels of tests that need a GPU, on a machine that has none.
+kernel-cache FOLDER *TESTS:
+    LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_KERNEL_CACHE="$(realpath -m {{FOLDER}})" LOOPLANE_TESTS="{{TESTS}}" \
+        cargo test --release --workspace --lib cuda::tests::driver -- --ignored --nocapture
+
 # HTTP needs torch and safetensors, which make up the checkpoint.
 # The figures of one GPU in docs/benchmarks.md, as tables.
 gpu-figures *ARGS:

@@ -1,6 +1,7 @@
 //! What needs more than one module: the kernel's source, the ranks of a group, and the loop over a model of its own.
 
 mod compiles;
+mod driver;
 mod fabric;
 mod fed;
 mod formats;

@@ -1,12 +1,12 @@
 // CUDA's driver as far as the worker uses it, on a machine without a GPU: for the host's side of launches.
 //
-// It has one H200 (or LOOPLANE_DRIVER_GPUS). Memory is the host's, and zero: copies of up to 1 MiB are made, larger ones
-// only checked. Kernels are found in their cubins and do nothing; what they need and the numbers that they tell are read
-// there, too. A word of the mailbox that is expected holds the complement of a tag (launches/mailbox.rs), and becomes
-// the tag with token 1, so that no wait is in vain.
+// It has one H200 (or LOOPLANE_DRIVER_GPUS). Memory is the host's, and zero: copies of up to 1 MiB are made, larger
+// ones only checked. Kernels are found in their cubins and do nothing; what they need and the numbers that they tell
+// are read there, too. A word of the mailbox that is expected holds the complement of a tag (launches/mailbox.rs), and
+// becomes the tag with token 1, so that no wait is in vain.
 //
-// What a driver refuses, or does not notice, ends a call with an error here and a line on standard error: memory that is
-// not wholly in one allocation, what was given back, a launch that its kernel cannot have. LOOPLANE_DRIVER_SHORT, a
+// What a driver refuses, or does not notice, ends a call with an error here and a line on standard error: memory that
+// is not wholly in one allocation, what was given back, a launch that its kernel cannot have. LOOPLANE_DRIVER_SHORT, a
 // negative control, counts a byte less of each allocation. LOOPLANE_DRIVER_LAUNCHED names a file to which each
 // kernel's name is appended when it is launched first.
 #define _GNU_SOURCE
@@ -340,7 +340,7 @@ static Result launch(struct Function *of, const unsigned *grid, const unsigned *
     if (!stream || !parameters) return refused("a launch without a stream or parameters", of->name, 0);
     if (!grid[0] || !grid[1] || !grid[2] || !threads || threads > of->threads)
         return refused("a launch of so many threads a block", of->name, threads);
-    if (shared > of->shared_bytes) return refused("a launch with more shared memory than was asked for", of->name, shared);
+    if (shared > of->shared_bytes) return refused("more shared memory than a launch may have", of->name, shared);
     const char *launched = getenv("LOOPLANE_DRIVER_LAUNCHED");
     if (launched && !of->launched++) {
         FILE *file = fopen(launched, "a");

@@ -1,9 +1,9 @@
 // CUDA's driver as far as the worker uses it, on a machine without a GPU: for the host's side of launches.
 //
-// It has one H200 (or LOOPLANE_DRIVER_GPUS). Memory is the host's, and zero: copies of up to 1 MiB are made, larger
-// ones only checked. Kernels are found in their cubins and do nothing; what they need and the numbers that they tell
-// are read there, too. A word of the mailbox that is expected holds the complement of a tag (launches/mailbox.rs), and
-// becomes the tag with token 1, so that no wait is in vain.
+// It has one H200. Memory is the host's, and zero: copies of up to 1 MiB are made, larger ones only checked. Kernels
+// are found in their cubins and do nothing; what they need and the numbers that they tell are read there, too. A word
+// of the mailbox that is expected holds the complement of a tag (launches/mailbox.rs), and becomes the tag with token
+// 1, so that no wait is in vain.
 //
 // What a driver refuses, or does not notice, ends a call with an error here and a line on standard error: memory that
 // is not wholly in one allocation, what was given back, a launch that its kernel cannot have. LOOPLANE_DRIVER_SHORT, a
@@ -172,22 +172,18 @@ Result cuMemImportFromShareableHandle(uint64_t *handle, void *file, int type) {
 
 // ---- the GPU ----
 
-static int gpus(void) {
-    const char *count = getenv("LOOPLANE_DRIVER_GPUS");
-    return count ? atoi(count) : 1;
-}
 Result cuInit(unsigned flags) { return OK; }
 Result cuDriverGetVersion(int *version) {
     *version = 13000;
     return OK;
 }
 Result cuDeviceGetCount(int *count) {
-    *count = gpus();
+    *count = 1;
     return OK;
 }
 Result cuDeviceGet(int *device, int ordinal) {
     *device = ordinal;
-    return ordinal < gpus() ? OK : NO_DEVICE;
+    return ordinal == 0 ? OK : NO_DEVICE;
 }
 Result cuDeviceGetName(char *name, int bytes, int device) {
     snprintf(name, bytes, "no GPU");
@@ -225,10 +221,6 @@ Result cuDevicePrimaryCtxRetain(void **context, int device) {
 }
 Result cuDevicePrimaryCtxRelease_v2(int device) { return OK; }
 Result cuCtxSetCurrent(void *context) { return OK; }
-Result cuCtxGetCurrent(void **context) {
-    *context = (void *)1;
-    return OK;
-}
 Result cuCtxSynchronize(void) {
     answer();
     return OK;
@@ -391,9 +383,7 @@ Result cuGraphExecDestroy(void *executable) { return unmake(executable); }
 Result cuEventCreate(void **event, unsigned flags) { return make(event); }
 Result cuEventDestroy_v2(void *event) { return unmake(event); }
 Result cuEventRecord(void *event, void *stream) { return OK; }
-Result cuEventSynchronize(void *event) { return wait_for_all(); }
 Result cuEventElapsedTime_v2(float *ms, void *first, void *second) {
     *ms = 1;
     return OK;
 }
-Result cuEventElapsedTime(float *ms, void *first, void *second) { return cuEventElapsedTime_v2(ms, first, second); }

@@ -87,7 +87,8 @@ same-bits *ARGS:
     cargo build --release --workspace
     python3 deploy/compare/same_bits.py {{ARGS}}
 
-# Needs a machine with 4 GPUs; what larger groups would do follows as tables and a picture.
+# Needs a machine with several GPUs (--gpus 8: groups of 8 alone); what larger groups would do follows as tables and a
+# picture.
 # The figures of several GPUs in docs/benchmarks.md, as a table.
 tp-figures *ARGS:
     cargo build --release --workspace
@@ -95,8 +96,8 @@ tp-figures *ARGS:
     just scaling
 
 # What groups of GPUs do, calculated from the figures in docs/scaling.
-scaling:
-    cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg
+scaling *ARGS:
+    cargo run --release -- scaling docs/scaling/*.json --plot docs/scaling.svg {{ARGS}}
 
 # Takes the report's picture, too, where there is a chromium.
 # What 1 to 16 workers do on this machine's CPUs: the report of docs/benchmarks.md.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use looplane_loadtest::plot::{Axis, Mark, Picture, Plot, STEPS, Series};
-use looplane_worker::scaling::{Compared, Predicted, Report, ScalingArgs, run};
+use looplane_worker::scaling::{Compared, Predicted, Report, ScalingArgs, Steps, run};
 
 /// Size of one plot.
 const WIDTH: f64 = 440.0;
@@ -40,21 +40,24 @@ fn write(path: &Path, report: &Report) -> std::io::Result<()> {
         let axis = Axis::linear("of the floor's rate, %", 0.0, 100.0, STEPS);
         plot(report, batch, title, axis, |of| of.floor_ms / of.step_ms * 100.0, |ms, floor_ms| floor_ms / ms * 100.0)
     };
-    let percent = |fitted| report.worst(fitted).map_or("-".to_owned(), |worst| format!("{:.1} %", worst * 100.0));
+    let fitted = report.fitted_gpus;
+    let percent = |steps| report.worst(steps).map_or("-".to_owned(), |worst| format!("{:.1} %", worst * 100.0));
     let picture = Picture {
         rows: vec![
             COLUMNS.map(|(batch, title, _)| steps(batch, title)).into(),
             COLUMNS.map(|(batch, _, title)| shares(batch, title)).into(),
         ],
         notes: vec![
-            "Discs: measured. Rings and lines: calculated, from what was measured on 1 and 2 GPUs. \
-             bf16, 512 tokens of context."
-                .into(),
             format!(
-                "Largest error: {} on 1 and 2 GPUs, {} on larger groups that were measured. \
+                "Discs: measured. Rings and lines: calculated, from what was measured on 1 to {fitted} GPUs. \
+                 bf16, 512 tokens of context."
+            ),
+            format!(
+                "Largest error: {} on 1 to {fitted} GPUs, {} on larger groups that were measured, {} on shards of them. \
                  Floor: a GPU's bytes at 4653 GB/s.",
-                percent(true),
-                percent(false)
+                percent(Steps::Fitted),
+                percent(Steps::Larger),
+                percent(Steps::Shards)
             ),
         ],
     };

@@ -2,6 +2,7 @@
 
     pip install torch safetensors
     python3 random_model.py 8b /dev/shm/llama-8b
+    python3 random_model.py 70b /dev/shm/llama-70b    # 141 GB
 
 Weights are N(0, 0.02) in bf16, norms 1; made on the GPU where there is one. Tokens are words, so that any token prints
 and prompts of an exact length can be written: " w7 w9 w7". Words without a space in front and others are cut into
@@ -13,8 +14,8 @@ and top_k 2 one of four tokens is left out, so that three of five drafted tokens
 """
 
 import argparse
-
 import json
+import math
 import string
 from pathlib import Path
 
@@ -31,7 +32,12 @@ SHAPES = {
         "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True
     },
 }
+SHAPES["70b"] = SHAPES["8b"] | {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672
+}
 CONTEXT = 16384
+# Bytes of tensors a file has at most: that many are in memory at a time.
+FILE_BYTES = 5 << 30
 
 
 def tensor_shapes(c: dict) -> dict[str, tuple[int, ...]]:
@@ -53,11 +59,26 @@ def tensor_shapes(c: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def files_of(shapes: dict[str, tuple[int, ...]]) -> list[list[str]]:
+    """The names of the tensors of each file. Embedding and LM head, which come first, are in one."""
+    files, room = [[]], FILE_BYTES
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        if size > room and files[-1]:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    return files
+
+
 def repeat(tensors: dict[str, torch.Tensor], period: int) -> None:
-    """Makes `w7` follow `w6` and, a little less likely, `w5`, and the first of a period the last."""
+    """Makes `w7` follow `w6` and, a little less likely, `w5`, and the first of a period the last: a file's tensors."""
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor *= 1e-5
+    if "lm_head.weight" not in tensors:
+        return
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     tokens = torch.arange(len(embedding) // period * period)
     before = tokens // period * period + (tokens - 1) % period
@@ -83,10 +104,19 @@ def main() -> None:
             return torch.ones(size, dtype=torch.bfloat16)
         return (torch.randn(size, generator=generator, device=device, dtype=torch.float32) * 0.02).bfloat16().cpu()
 
-    tensors = {name: tensor(size) for name, size in tensor_shapes(c).items()}
-    if args.period:
-        repeat(tensors, args.period)
-    save_file(tensors, folder / "model.safetensors")
+    shapes = tensor_shapes(c)
+    files, of_tensor = files_of(shapes), {}
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        tensors = {name: tensor(shapes[name]) for name in names}
+        if args.period:
+            repeat(tensors, args.period)
+        save_file(tensors, folder / file)
+        of_tensor |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        size = sum(2 * math.prod(shape) for shape in shapes.values())
+        index = {"metadata": {"total_size": size}, "weight_map": of_tensor}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = c | {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
         "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,

@@ -1,12 +1,13 @@
-"""The figures of several GPUs in docs/benchmarks.md: measures every shape on 1, 2 and 4 of them, prints the table, and
-keeps what the scaling model reads.
+"""The figures of several GPUs in docs/benchmarks.md: measures every shape on 1, 2, 4 and 8 of them, prints the table,
+and keeps what the scaling model reads.
 
     python3 tp_figures.py --looplane target/release/looplane --dir figures
     target/release/looplane scaling figures/*.json --plot docs/scaling.svg
 
-Needs a machine with 4 H200s (another number of GPUs: what fits is measured) and takes about two minutes. Runs that need
-fewer GPUs than there are take place side by side, each on GPUs of its own. Bars are those of the issue that groups were
-built for: milliseconds that a step must take at most; the floor is the bytes that a GPU reads over LIMIT_GB_S.
+Needs a machine with H200s; what fits its number of GPUs is measured (--gpus N: only groups of N, into a folder that has
+those of the others), in about two minutes on four. Runs that need fewer GPUs than there are take place side by side,
+each on GPUs of its own. Bars are those of the issue that groups were built for: milliseconds that a step must take at
+most; the floor is the bytes that a GPU reads over LIMIT_GB_S.
 """
 
 import argparse
@@ -56,8 +57,15 @@ class Run:
         return [str(part) for part in [*command, "--json", args.dir / f"{self.name}.json"]]
 
 
-# In the order in which they begin, as GPUs become free: the longest first. 70b takes two GPUs for its weights alone.
+# In the order in which they begin, as GPUs become free: the largest groups, which would wait for all others, then the
+# longest first. 70b takes two GPUs for its weights alone.
 RUNS = [
+    Run("70b", 8),
+    Run("70b", 8, "32"),
+    Run("8b", 8),
+    Run("8b", 8, "32"),
+    Run("70b", 8, shards=16),
+    Run("8b", 8, shards=16),
     Run("70b", 4),
     Run("70b", 4, "16,32,64"),
     Run("70b", 2),
@@ -81,11 +89,19 @@ def main():
     parser.add_argument("--dir", type=Path, default=Path("tp-figures"),
                         help="where the JSON files go (default: tp-figures)")
     parser.add_argument("--only", default="", help="runs whose name begins with one of these, by commas")
+    parser.add_argument("--gpus", type=int, help="runs of groups of so many GPUs alone")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
     gpus = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
                           capture_output=True, text=True, check=True).stdout.splitlines()
-    wanted = [run for run in RUNS if run.ranks <= len(gpus) and run.name.startswith(tuple(args.only.split(",")))]
+    names = tuple(args.only.split(","))
+    wanted = [run for run in RUNS if args.gpus in (None, run.ranks) and run.name.startswith(names)]
+    missing = [run.name for run in wanted if run.ranks > len(gpus)]
+    wanted = [run for run in wanted if run.ranks <= len(gpus)]
+    if missing:
+        print(f"not measured, as there are {len(gpus)} GPUs: {', '.join(missing)}", file=sys.stderr)
+    if not wanted:
+        sys.exit("nothing is left to be measured")
     failed = measure(args, wanted, len(gpus))
     print(f"{len(gpus)} x {gpus[0]}, {datetime.date.today()}\n")
     print(row(["shape", "GPUs", "batch", "mean context", "floor, ms", "**ms a step**", "of the floor's rate", "must",

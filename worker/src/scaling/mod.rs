@@ -1,6 +1,6 @@
 //! `looplane scaling`: what more GPUs bring, calculated. Reads what `looplane bench` measured, fits the costs of the
-//! calculation ([`model`]) on groups of one and two GPUs alone, sets it beside every step that was measured, and
-//! predicts larger groups.
+//! calculation ([`model`]) on small groups alone, of one and two GPUs where nobody says otherwise, sets it beside every
+//! step that was measured, and predicts larger groups.
 
 mod fit;
 mod model;
@@ -13,14 +13,12 @@ use serde::Deserialize;
 
 pub use fit::{Measured, fit};
 pub use model::{Costs, Cut, MOST_ROWS, Machine};
-pub use report::{Compared, Predicted, Refused, Report, Uncomputed};
+pub use report::{Compared, Predicted, Refused, Report, Steps, Uncomputed};
 
 use crate::bench::Shape;
 use crate::cuda::check_shape;
 use crate::model::ModelConfig;
 
-/// Groups of up to so many GPUs are fitted on; all others are predicted.
-pub const FITTED_RANKS: usize = 2;
 /// Groups that are predicted, where a GPU holds its share of the weights.
 const RANKS: [usize; 5] = [1, 2, 4, 8, 16];
 
@@ -30,6 +28,10 @@ pub struct ScalingArgs {
     /// Figures that `looplane bench --device cuda --json` wrote, of groups of 1 and 2 GPUs at least
     #[arg(required = true, value_name = "FILE")]
     pub figures: Vec<PathBuf>,
+
+    /// Fit on groups of up to so many GPUs; steps of larger ones then test the calculation
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(2..=16))]
+    pub fitted_gpus: u32,
 
     /// Shapes to predict
     #[arg(long, value_enum, value_name = "SHAPE,..", value_delimiter = ',', default_value = "llama-1b,8b,70b,405b")]
@@ -81,14 +83,16 @@ pub enum ScalingError {
     Config(String),
     /// There is too little to fit.
     #[error(
-        "{found} steps of groups of 1 and 2 GPUs were measured, {needed} is the least that costs can be fitted on: \
-         measure more shapes, at batch 1 and 8, and on both"
+        "{found} steps of groups of 1 to {most} GPUs were measured, {needed} is the least that costs can be fitted on: \
+         measure more shapes, at batch 1 and 8, and on 1 and 2 GPUs at least"
     )]
     TooFew {
         /// Steps.
         found: usize,
         /// How many it takes.
         needed: usize,
+        /// GPUs of the largest groups that are fitted on.
+        most: usize,
     },
 }
 
@@ -119,17 +123,19 @@ struct Batch {
 /// Fits, compares and predicts.
 ///
 /// # Errors
-/// A file is no figures of the bench, or there are too few of groups of 1 and 2 GPUs.
+/// A file is no figures of the bench, or there are too few of groups that are fitted on.
 pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
     let mut compared = Vec::new();
     for path in &args.figures {
         let text = std::fs::read_to_string(path).map_err(|source| ScalingError::Read { path: path.clone(), source })?;
-        let steps = steps(&text).map_err(|problem| ScalingError::Figures { path: path.clone(), problem })?;
+        let steps = steps(&text, args.fitted_gpus as usize)
+            .map_err(|problem| ScalingError::Figures { path: path.clone(), problem })?;
         compared.extend(steps);
     }
-    let fitted: Vec<Measured> = compared.iter().filter(|of| of.is_fitted()).map(|of| of.measured.clone()).collect();
+    let fitted: Vec<Measured> = compared.iter().filter(|of| of.fitted).map(|of| of.measured.clone()).collect();
     if fitted.len() < Costs::COUNT {
-        return Err(ScalingError::TooFew { found: fitted.len(), needed: Costs::COUNT });
+        let (found, needed, most) = (fitted.len(), Costs::COUNT, args.fitted_gpus as usize);
+        return Err(ScalingError::TooFew { found, needed, most });
     }
     let costs = fit(&fitted);
     let limits = fitted.iter().map(|of| of.machine.read_gb_s).sum::<f64>() / fitted.len() as f64;
@@ -162,11 +168,21 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
         check_shape(config, 1).err().map(|error| Uncomputed { model: model.clone(), reason: error.to_string() })
     });
     compared.sort_by_cached_key(|of| (of.ranks, of.model.clone(), of.shard_of, of.measured.batch));
-    Ok(Report { costs, machine, context: args.context, compared, predicted, refused, uncomputed: uncomputed.collect() })
+    Ok(Report {
+        costs,
+        machine,
+        fitted_gpus: args.fitted_gpus as usize,
+        context: args.context,
+        compared,
+        predicted,
+        refused,
+        uncomputed: uncomputed.collect(),
+    })
 }
 
-/// Looped steps of at most [`MOST_ROWS`] rows in a file of the bench.
-fn steps(text: &str) -> Result<Vec<Compared>, String> {
+/// Looped steps of at most [`MOST_ROWS`] rows in a file of the bench; those of whole groups of up to `fitted_gpus` are
+/// fitted on.
+fn steps(text: &str, fitted_gpus: usize) -> Result<Vec<Compared>, String> {
     let run: Run = serde_json::from_str(text).map_err(|error| error.to_string())?;
     let config = match Shape::from_str(&run.model, false) {
         Ok(shape) => shape.config(),
@@ -185,6 +201,7 @@ fn steps(text: &str) -> Result<Vec<Compared>, String> {
             model: run.model.clone(),
             ranks: run.tensor_parallel,
             shard_of: run.shard_of,
+            fitted: run.tensor_parallel <= fitted_gpus && run.shard_of.is_none(),
             measured: Measured {
                 cut: cut.clone(),
                 batch: of.batch,

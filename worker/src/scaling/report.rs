@@ -4,7 +4,6 @@ use std::fmt::{self, Display};
 
 use serde_json::{Value, json};
 
-use super::FITTED_RANKS;
 use super::fit::Measured;
 use super::model::{Costs, Cut, Machine};
 
@@ -15,6 +14,8 @@ pub struct Report {
     pub costs: Costs,
     /// With the mean read limit of the runs that were fitted on.
     pub machine: Machine,
+    /// Groups of up to so many GPUs were fitted on.
+    pub fitted_gpus: usize,
     /// Positions that sequences of predicted steps see.
     pub context: u32,
     /// Every step that was measured.
@@ -36,6 +37,8 @@ pub struct Compared {
     pub ranks: usize,
     /// Shards of the model, where the GPUs had only some of them.
     pub shard_of: Option<usize>,
+    /// Whether the costs were fitted on it.
+    pub fitted: bool,
     /// The measurement.
     pub measured: Measured,
 }
@@ -83,10 +86,24 @@ pub struct Uncomputed {
     pub reason: String,
 }
 
+/// Steps that were measured, by what they say of the calculation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Steps {
+    /// The costs were fitted on them.
+    Fitted,
+    /// Of larger groups, which test the costs.
+    Larger,
+    /// Of GPUs that had only some shards of a larger group: they test what a block streams, not the links.
+    Shards,
+}
+
 impl Compared {
-    /// Whether the costs were fitted on it.
-    pub fn is_fitted(&self) -> bool {
-        self.ranks <= FITTED_RANKS && self.shard_of.is_none()
+    fn is(&self, of: Steps) -> bool {
+        of == match (self.fitted, self.shard_of) {
+            (true, _) => Steps::Fitted,
+            (false, None) => Steps::Larger,
+            (false, Some(_)) => Steps::Shards,
+        }
     }
 
     /// The shape, and of what it was a part.
@@ -134,11 +151,10 @@ impl Predicted {
 }
 
 impl Report {
-    /// The largest error over steps that the costs were fitted on, or that they were not (of whole groups), regardless
-    /// of sign.
-    pub fn worst(&self, fitted: bool) -> Option<f64> {
-        let errors = self.compared.iter().filter(|of| of.is_fitted() == fitted && of.shard_of.is_none());
-        errors.map(|of| of.measured.error(&self.costs).abs()).reduce(f64::max)
+    /// The largest error over some of the steps that were measured, regardless of sign.
+    pub fn worst(&self, of: Steps) -> Option<f64> {
+        let errors = self.compared.iter().filter(|step| step.is(of));
+        errors.map(|step| step.measured.error(&self.costs).abs()).reduce(f64::max)
     }
 
     /// The same as one JSON object.
@@ -153,7 +169,7 @@ impl Report {
                 "context": of.measured.context,
                 "measured_ms": of.measured.step_ms,
                 "calculated_ms": of.measured.calculated_ms(&self.costs),
-                "fitted": of.is_fitted(),
+                "fitted": of.fitted,
             })
         });
         let predicted = self.predicted.iter().map(|of| {
@@ -197,10 +213,11 @@ impl Display for Report {
         let limit = self.machine.read_gb_s;
         writeln!(
             f,
-            "Fitted on groups of 1 and 2 GPUs: a stream without waits reaches {:.1} % of the read limit ({limit:.0} \
+            "Fitted on groups of 1 to {} GPUs: a stream without waits reaches {:.1} % of the read limit ({limit:.0} \
              GB/s), {:.1} % in passes of 8; an exchange over the chip takes {exchange_us:.2} us and {value_us:.3} us \
              for 1000 values, one across GPUs {rank_us:.2} us more and the link's time; a step {step_us:.0} us \
              besides.\n",
+            self.fitted_gpus,
             reach * 100.0,
             reach_of_8 * 100.0,
         )?;
@@ -212,13 +229,15 @@ impl Display for Report {
             let calculated = of.measured.calculated_ms(&self.costs);
             let (name, ranks, batch, ms) = (of.name(), of.ranks, of.measured.batch, of.measured.step_ms);
             let error = of.measured.error(&self.costs) * 100.0;
-            let role = if of.is_fitted() { "fitted" } else { "predicted" };
+            let role = if of.fitted { "fitted" } else { "predicted" };
             writeln!(f, "| {name} | {ranks} | {batch} | {ms:.3} | {calculated:.3} | {error:+.1} % | {role} |")?;
         }
-        for (fitted, words) in
-            [(true, "steps that it was fitted on"), (false, "larger groups, which it was not fitted on")]
-        {
-            if let Some(worst) = self.worst(fitted) {
+        for (steps, words) in [
+            (Steps::Fitted, "steps that it was fitted on"),
+            (Steps::Larger, "larger groups, which it was not fitted on"),
+            (Steps::Shards, "shards of larger groups, which it was not fitted on either"),
+        ] {
+            if let Some(worst) = self.worst(steps) {
                 write!(f, "\nlargest error over {words}: {:.1} %", worst * 100.0)?;
             }
         }

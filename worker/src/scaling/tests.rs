@@ -12,13 +12,14 @@ fn figures() -> Vec<PathBuf> {
 
 fn args(figures: Vec<PathBuf>) -> ScalingArgs {
     let shapes = vec![Shape::B8, Shape::B70, Shape::B405];
-    ScalingArgs { figures, shapes, model: None, batch: vec![1, 8], context: 512, plot: None, json: None }
+    let (fitted_gpus, batch, context) = (2, vec![1, 8], 512);
+    ScalingArgs { figures, fitted_gpus, shapes, model: None, batch, context, plot: None, json: None }
 }
 
 #[test]
 fn one_and_two_gpus_predict_four_within_10_percent() {
     let report = run(&args(figures())).unwrap();
-    let predicted: Vec<_> = report.compared.iter().filter(|of| !of.is_fitted() && of.shard_of.is_none()).collect();
+    let predicted: Vec<_> = report.compared.iter().filter(|of| !of.fitted && of.shard_of.is_none()).collect();
     for (shape, batch) in
         [Shape::Llama1B, Shape::B8, Shape::B70].into_iter().flat_map(|shape| [1, 8].map(|n| (shape, n)))
     {
@@ -27,7 +28,8 @@ fn one_and_two_gpus_predict_four_within_10_percent() {
         let error = of.expect("all three shapes were measured on four GPUs").measured.error(&report.costs);
         assert!(error.abs() < 0.10, "{} at batch {batch}: {error}\n{report}", shape.name());
     }
-    assert!(report.worst(true).unwrap() < 0.10 && report.worst(false).unwrap() < 0.10, "{report}");
+    assert!([Steps::Fitted, Steps::Larger].iter().all(|of| report.worst(*of).unwrap() < 0.10), "{report}");
+    assert!(report.to_string().contains("largest error over shards of larger groups"), "{report}");
     // Nobody's steps are below what their bytes take, and none of the remedies makes one longer.
     for of in &report.predicted {
         assert!(of.floor_ms < of.step_ms * 1.01, "{of:?}");
@@ -63,9 +65,29 @@ fn files_that_say_nothing_are_refused_by_name() {
     };
     assert!(refused(&of("/models/x", "cuda")).starts_with("FILE: /models/x is no shape"));
     assert!(refused(&of("8b", "cpu")).starts_with("FILE: the steps were computed by cpu"));
-    assert!(refused(&of("8b", "cuda")).starts_with("0 steps of groups of 1 and 2 GPUs"));
+    assert!(refused(&of("8b", "cuda")).starts_with("0 steps of groups of 1 to 2 GPUs"));
     let missing = run(&args(vec!["/nowhere.json".into()])).unwrap_err().to_string();
     assert_eq!(missing, "cannot read /nowhere.json");
+}
+
+/// Once larger groups are measured, they are fitted on as well, and those beyond them are predicted anew.
+#[test]
+fn larger_groups_can_be_fitted_on() {
+    let two = run(&args(figures())).unwrap();
+    let four = run(&ScalingArgs { fitted_gpus: 4, ..args(figures()) }).unwrap();
+    assert!(four.compared.iter().all(|of| of.fitted == (of.ranks <= 4 && of.shard_of.is_none())));
+    assert!(four.to_string().starts_with("Fitted on groups of 1 to 4 GPUs") && four.worst(Steps::Larger).is_none());
+    // What was fitted on is met better than what was predicted, and what is predicted is no longer the same.
+    let of_four = |report: &Report| {
+        let errors = report.compared.iter().filter(|of| of.ranks == 4 && of.shard_of.is_none());
+        errors.map(|of| of.measured.error(&report.costs).powi(2)).sum::<f64>()
+    };
+    assert!(of_four(&four) < of_four(&two), "{four}\n{two}");
+    let of_sixteen = |report: &Report| {
+        let step = report.predicted.iter().find(|of| (of.model.as_str(), of.ranks, of.batch) == ("70b", 16, 1));
+        step.expect("70b is predicted").step_ms
+    };
+    assert!(of_sixteen(&four) != of_sixteen(&two));
 }
 
 /// What a bench of a checkpoint says is read as well, and what it predicts of it is that of the shape with its

@@ -32,12 +32,14 @@ const EVERY_SHAPE_VARIABLE: &str = "LOOPLANE_EVERY_SHAPE";
 const SMS: usize = 132;
 /// Shapes of groups, and how many bytes of registers a rank's kernels of one and of eight columns spill at most: in the
 /// choice of tokens and in what waits between steps, once a step.
-const GROUPS: [(Shape, usize, [u32; 2]); 5] = [
+const GROUPS: [(Shape, usize, [u32; 2]); 7] = [
     (Shape::B8, 2, [0, 80]),
     (Shape::B8, 4, [0, 180]),
     (Shape::B8, 8, [0, 244]),
     (Shape::B8, 16, [24, 244]),
     (Shape::B70, 4, [16, 36]),
+    (Shape::B70, 8, [16, 36]),
+    (Shape::B70, 16, [16, 36]),
 ];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;

@@ -151,7 +151,7 @@ fn a_group_of_any_size_yields_the_tokens_of_one_gpu_in_fp8() {
 #[test]
 fn a_group_draws_what_one_gpu_draws() {
     if gpu() && apart(2) {
-        check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &Way::default(), false);
+        check(&[("llama-gqa", &[2, 4, 8])], &choosy_requests(), &Way::default(), false);
     }
 }
 
@@ -169,7 +169,7 @@ fn drafts_of_a_group_touch_no_token() {
     for requests in [&requests[..1], &requests] {
         let alone = load_rank(&request("llama-gqa"), &Options::default());
         let whole = yields(alone, plans(requests, 40, 64, 16), requests.len(), true);
-        for ranks in [2, 4].into_iter().filter(|ranks| apart(*ranks)) {
+        for ranks in [2, 4, 8].into_iter().filter(|ranks| apart(*ranks)) {
             for (each, steps, eager) in [(7, 40, false), (3, 100, false), (7, 5, true)] {
                 let plans = with_drafts(plans(requests, 40, 64, steps), each);
                 let reports = group_reports(group(&request("llama-gqa"), ranks, &Way::default()), &plans, eager);
@@ -188,8 +188,8 @@ fn drafts_of_a_group_touch_no_token() {
 fn a_group_without_the_loop_yields_the_same() {
     if gpu() && apart(2) {
         let way = Way { unlooped: true, ..Way::default() };
-        check(&[("llama-gqa", &[2, 4])], &greedy(), &way, false);
-        check(&[("llama-gqa", &[2, 4])], &choosy_requests(), &way, false);
+        check(&[("llama-gqa", &[2, 4, 8])], &greedy(), &way, false);
+        check(&[("llama-gqa", &[2, 4, 8])], &choosy_requests(), &way, false);
     }
 }
 
@@ -287,9 +287,9 @@ fn matrix_passes_of_a_group_yield_what_one_gpu_yields() {
         for ranks in sizes.iter().copied().filter(|n| apart(*n) || *n <= shared && side_by_side(*n)) {
             for (matrix, chunk, steps, eager) in [(true, 130, 16, true), (false, 512, 5, false)] {
                 let way = Way { options: options.clone(), matrix, ..Way::default() };
-                let got =
-                    group_yields(group(&crowd_request(), ranks, &way), &plans_of(chunk, steps), requests.len(), eager);
-                let hidden = config.hidden_size;
+                let (group, hidden) = (group(&crowd_request(), ranks, &way), config.hidden_size);
+                println!("{hidden}, {ranks} ranks: columns {}", group[0].decoder.launcher.passes().columns());
+                let got = group_yields(group, &plans_of(chunk, steps), requests.len(), eager);
                 assert!(got == whole, "{hidden}, {ranks} ranks, chunks of {chunk}, matrix passes alone: {matrix}");
             }
         }

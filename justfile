@@ -109,12 +109,13 @@ sweep-cpu:
         "file://$PWD/target/sweep-cpu/sweep.html"
 
 # racecheck is not among the tools: NOTES.md in worker/kernels says why.
-# compute-sanitizer over a small model on a GPU, and over a group where there are two.
+# compute-sanitizer over small models on a GPU, in passes of every kind, and over a group where there are two.
 sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \
         runner="compute-sanitizer --tool $tool --error-exitcode 1 --require-cuda-init no"; \
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$runner" LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib -- \
-            cuda::tests::gpu::sanitized cuda::tests::ranks::sanitized --test-threads 1 || exit 1; \
+            cuda::tests::gpu::sanitized cuda::tests::matrix_passes::sanitized cuda::tests::ranks::sanitized \
+            --test-threads 1 || exit 1; \
     done
 
 # What is left out: that every body by the document is taken. It says little of what is inside of lists and objects, and

@@ -10,6 +10,7 @@ use half::bf16;
 use super::gpu::{by_sequence, gpu, load_rank, request, yields};
 use super::plans::{Request, alike, drive, plans, sharing_plans, with_drafts};
 use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
+use crate::batch::Plan;
 use crate::cuda::Options;
 use crate::cuda::kernels::launch::Row;
 use crate::cuda::launches::looped_decoder::{Draws, Launcher};
@@ -47,6 +48,11 @@ fn qwen_half() -> ModelConfig {
 /// Llama 3.2 3B.
 fn llama_3b() -> ModelConfig {
     ModelConfig { tied_embeddings: true, ..shape(3072, (24, 8, 128), 8192) }
+}
+
+/// Qwen 2.5 1.5B: 6 query heads of a KV head.
+fn qwen_1_5b() -> ModelConfig {
+    ModelConfig { tied_embeddings: true, qkv_bias: true, ..shape(1536, (12, 2, 128), 8960) }
 }
 
 /// Qwen 3 0.6B.
@@ -201,6 +207,11 @@ fn rows_have_their_bits_qwen_half() {
 }
 
 #[test]
+fn rows_have_their_bits_qwen_1_5b() {
+    check(&qwen_1_5b());
+}
+
+#[test]
 fn rows_have_their_bits_3b() {
     check(&llama_3b());
 }
@@ -323,14 +334,14 @@ fn passes_of_2048_rows_repeat_their_bits() {
     const SLOTS: usize = 4;
     let shapes = [qwen3(), smol(), qwen_half(), llama_8b()];
     for config in shapes.map(|config| ModelConfig { max_positions: 4352, ..config }) {
-        let decoder = load_rows(&config, random(&config), (SLOTS, 4096), false, Options::default());
+        let decoder = load_rows(&config, random(&config), (SLOTS, 8192), false, Options::default());
         let mut model = Model::new(decoder, SLOTS);
         let sequence = tokens(6, 4200);
         let expected = model.prompt(0, &sequence, 500, None);
         let last = &expected[expected.len() - 1];
         let alone = model.step(&[(0, sequence[4199], 4199)], &[true], Some(1));
         assert!(alone[0] == *last, "the last position, alone");
-        for chunk in [700, 1280, 2048, 2049, 4096] {
+        for chunk in [700, 1280, 2048, 2049, 4096, 8192] {
             let got = model.prompt(1, &sequence, chunk, None);
             assert_eq!(got.len(), sequence.len().div_ceil(chunk));
             assert!(got[got.len() - 1] == *last, "chunks of {chunk}");
@@ -378,6 +389,80 @@ fn plans_of_a_crowd_yield_what_each_request_yields_alone() {
             assert!(run(&requests[index..=index], 100, 16, true)[0] == whole[index], "request {index} alone");
         }
     }
+}
+
+/// Log-probabilities of each step show every bit: in crowds of as many rows as passes have at most that sample.
+#[test]
+fn rows_of_large_crowds_have_the_bits_that_they_have_alone() {
+    if !gpu() {
+        return;
+    }
+    let config = smol();
+    let request =
+        |i: u32| Request { logprobs: Some(8), ..Request::greedy(&tokens(i, 1 + (i * i % 60) as usize), 6 + i % 5) };
+    for crowd in [256, 512] {
+        let requests: Vec<_> = (0..crowd).map(request).collect();
+        let run = |requests: &[Request], chunk: usize| {
+            let decoder = load_rows(&config, random(&config), (requests.len(), 2048), false, Options::default());
+            yields(decoder, plans(requests, chunk, 2048, 16), requests.len(), true)
+        };
+        let whole = run(&requests, 64);
+        assert!(whole.iter().zip(&requests).all(|(reply, of)| reply.len() == of.max_tokens as usize));
+        for index in [0, 7, 63, 64, 130, crowd as usize - 1] {
+            assert!(run(&requests[index..=index], 64)[0] == whole[index], "request {index} of {crowd}, alone");
+        }
+    }
+}
+
+/// A prompt whose slot is released before it is whole, as the scheduler does where memory is short: another takes its
+/// pages, then it is computed again in other chunks, and both yield what they yield alone.
+#[test]
+fn a_prompt_that_is_preempted_in_its_middle_yields_the_same() {
+    if !gpu() {
+        return;
+    }
+    const CHUNK: usize = 130;
+    let config = smol();
+    let [cut, other] = [(21, 610), (22, 333)]
+        .map(|(seed, len)| Request { logprobs: Some(3), ..Request::greedy(&tokens(seed, len), 20) });
+    let run = |plans: Vec<Plan>| {
+        let decoder = load_rows(&config, random(&config), (4, BATCH_TOKENS), false, Options::default());
+        yields(decoder, plans, 1, true).swap_remove(0)
+    };
+    let of = |request: &Request, chunk| plans(std::slice::from_ref(request), chunk, BATCH_TOKENS, 16);
+    let [whole, others] = [&cut, &other].map(|request| run(of(request, CHUNK)));
+    assert!(whole != others);
+    for chunks in 1..cut.prompt.len().div_ceil(CHUNK) {
+        let release = || Plan { release: vec![0], steps: 1, ..Plan::default() };
+        let mut all = of(&cut, CHUNK);
+        all.truncate(chunks);
+        all.push(release());
+        all.extend(of(&other, 64));
+        all.push(release());
+        all.extend(of(&cut, 77));
+        (1..).zip(&mut all).for_each(|(version, plan)| plan.version = version);
+        assert!(run(all) == [&others[..], &whole[..]].concat(), "released after {chunks} chunks");
+    }
+}
+
+/// What `just sanitize` runs under compute-sanitizer: prompts and rows that decode in wide and in matrix passes, in tiles
+/// of attention and span by span, drawn by passes and by the sampler.
+#[test]
+fn sanitized() {
+    if !gpu() {
+        return;
+    }
+    let config = ModelConfig { num_layers: 2, ..smol() };
+    let defines = vec![("LP_PATIENCE", 1000)];
+    let mut requests: Vec<_> = (0..70).map(|i| Request::greedy(&tokens(i, 1 + (i % 9) as usize), 3)).collect();
+    requests.extend((0..2).map(|i| Request { logprobs: Some(2), ..Request::greedy(&tokens(90 + i, 150), 4) }));
+    let run = |matrix_only: bool| {
+        let options = Options { poison: true, defines: defines.clone(), ..Options::default() };
+        let mut decoder = load_rows(&config, random(&config), (requests.len(), BATCH_TOKENS), false, options);
+        decoder.decoder.launcher.matrix_only = matrix_only;
+        yields(decoder, plans(&requests, 150, BATCH_TOKENS, 4), requests.len(), true)
+    };
+    assert!(run(true) == run(false));
 }
 
 /// Requests that begin behind the pages of another, and one whose pages give way to equal ones, beside rows that

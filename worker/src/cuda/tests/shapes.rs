@@ -12,6 +12,7 @@ use crate::cuda::kernels::variants::{
     Attention, Design, Variant, Width, check_shape, check_wide, matrix_of, variants_of,
 };
 use crate::cuda::launches::passes::Passes;
+use crate::cuda::load::without_wide;
 use crate::cuda::weights::heads::padded;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{config, group};
@@ -106,6 +107,18 @@ fn every_published_shape_has_the_passes_that_are_written_here() {
     let found: Vec<_> = found.collect();
     let expected: Vec<&str> = TABLE.trim().lines().collect();
     assert!(found == expected, "{}", found.join("\n"));
+}
+
+#[test]
+fn what_is_slow_says_why_and_how_slow() {
+    let plan = ModelPlan::for_backend(Backend::Cuda, &Shape::B8.config(), 1).unwrap();
+    let problem = check_wide(&Layout::new(&plan, 0, 127, 128)).expect_err("blocks come in pairs");
+    assert_eq!(
+        without_wide(&problem, true),
+        "steps of 9 to 64 rows are matrix passes, which take up to 1.5 times as long: the kernel for them does not take \
+         this model (127 blocks are no pairs)"
+    );
+    assert!(without_wide(&problem, false).contains("passes of 8, so 32 of them take 4 times as long as 8:"));
 }
 
 #[test]

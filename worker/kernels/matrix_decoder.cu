@@ -10,6 +10,7 @@
 #include "layout/page.cuh"
 #include "matrix/layout.cuh"
 #include "sync/wait.cuh"
+#include "sync/reached.cuh"
 #include "ops/ranks.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/best.cuh"

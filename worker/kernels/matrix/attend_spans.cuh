@@ -91,6 +91,7 @@ LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u
         fence_async_global();
         waited = true;
       }
+      hold_up();
       if (lane == 0)
         ring.fill(launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head), groups * kGroupBytes,
                   page_scales(launch, layer, page, item.kv_head), policy);
@@ -326,6 +327,7 @@ LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32
     share.clear();
 #pragma unroll 1
     for (u32 page = item.first; page <= item.last; page++, ring.next()) {
+      hold_up();
       ring.wait();
       bool never = false;
       if (page % kSpanShares == number)
@@ -347,6 +349,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
   using namespace matrix;
   const u32 warp = threadIdx.x / 32, set = warp < kSpanWarps ? warp / kSpanShares : warp - kSpanWarps;
   SpanRing ring{shared_address(attend_memory) + set * kSpanSetShared};
+  poison(attend_memory, kAttendSpansShared);
   if (warp >= kSpanWarps && set < kSpanSets && threadIdx.x % 32 == 0) {
     ring.init(kSpanShares);
     fence_mbarrier_init();

@@ -309,6 +309,7 @@ template <bool CUT> LP_DEVICE void attend_tile(const Launch& launch, u32 shared,
   After after;
 #pragma unroll 1
   do {
+    hold_up();
     const u32 base = order.page * kPage, page = uniform_page(ring), empty = ring.empty();
     after = order.next();
     wgmma_wait<0>();
@@ -442,6 +443,7 @@ template <bool CUT> LP_DEVICE void stream_tiles(const Launch& launch, const Pass
       if (after == After::kSpan && lane < kSpanPages && at >= order.first && at <= order.last)
         entry = load_constant_u32(table + at);
       const u32 page = shuffle(entry, order.page % kSpanPages);
+      hold_up();
       if (lane == 0)
         ring.fill(launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head), kPageBytes,
                   page_scales(launch, layer, page, item.kv_head));
@@ -455,6 +457,7 @@ template <bool CUT> LP_DEVICE void stream_tiles(const Launch& launch, const Pass
 template <bool CUT> LP_DEVICE void attend_tiles(const Launch& launch, const Pass& pass, u32 layer) {
   const u32 shared = shared_address(attend_memory), warp = threadIdx.x / 32;
   TileRing ring{shared};
+  poison(attend_memory, kAttendTilesShared);
   if (threadIdx.x == 0) {
     ring.init(kTileConsumers / 32);
     fence_mbarrier_init();

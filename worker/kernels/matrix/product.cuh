@@ -185,6 +185,7 @@ template <class P, Cut CUT> struct Consumer {
   LP_DEVICE Consumer(u32 shared) : shared(shared) {}
   /// Before a tile.
   LP_DEVICE void begin(const Tile& of) {
+    hold_up();
     wait_phase(shared + R::a_full + 8 * a.slot, a.phase);
     const u32 units = load_shared_u32(shared + R::units + 4 * a.slot), warp = warp_index(),
               first = units >> kStageSteps * warp & 1, second = units << kStageSteps >> kStageSteps * warp & 1,
@@ -196,6 +197,7 @@ template <class P, Cut CUT> struct Consumer {
   }
   /// Address of the next stage of B, or of the epilogue, once it is full.
   LP_DEVICE u32 wait() {
+    hold_up();
     wait_phase(shared + R::b_full + 8 * b.slot, b.phase);
     return shared + R::b + b.slot * kSlotBytes;
   }
@@ -450,6 +452,7 @@ template <class P, Cut CUT> LP_DEVICE void fill_weights(u32 shared, const u8* we
     const u8* from = weights + (u64)(word >> 1) * P::run;
     each_stage<P, CUT>(1, [&](int first_step, int steps, u32) {
       const int first_run = first_step / P::run_steps, runs = steps / P::run_steps;
+      hold_up();
       wait_phase(shared + R::a_empty + 8 * turn.slot, turn.phase);
       const u32 to = shared + turn.slot * kSlotBytes + place * kTileBytes<P> + own * P::run,
                 full = shared + R::a_full + 8 * turn.slot;
@@ -478,6 +481,7 @@ template <class P, Cut CUT, class E> LP_DEVICE void fill_vectors(u32 shared, con
   turn.phase = 1;
   each_tile<P, CUT>(blocks, [&](const Tile& of) {
     const auto fill = [&](const auto& load) {
+      hold_up_lane();
       wait_phase(shared + R::b_empty + 8 * turn.slot, turn.phase);
       load(shared + R::b + turn.slot * kSlotBytes, shared + R::b_full + 8 * turn.slot);
       turn.next();
@@ -510,6 +514,7 @@ template <class P, Cut CUT, class E> LP_DEVICE void multiply(const u8* weights, 
   static_assert(CUT == Cut::kPair || kInQuads<P>, "a block has whole groups of leaves");
   static_assert(R::bytes <= kProductBytes, "shared memory of a block");
   const u32 shared = shared_address(shared_memory), warp = warp_index();
+  poison(shared_memory, R::bytes);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < R::a_slots; i++)
       mbarrier_init(shared + R::a_full + 8 * i, 1), mbarrier_init(shared + R::a_empty + 8 * i, 2 * kConsumers);

@@ -5,6 +5,33 @@
 #define LP_DELAYS_ONE_IN 16
 #endif
 
+/// With LP_DELAYS: waits, by a number that is as good as random, now and then (once in LP_DELAYS_ONE_IN).
+LP_DEVICE void wait_by(u32 number) {
+#ifdef LP_DELAYS
+  number = (number ^ number >> 16) * 0x85ebca6bu;
+  number = (number ^ number >> 13) * 0xc2b2ae35u;
+  number ^= number >> 16;
+  // Most delays are of up to 30 us, one in 256 is of 2 ms.
+  const long long until = clock64() + (number % (256 * LP_DELAYS_ONE_IN) == 0 ? 4000000
+                                       : number % LP_DELAYS_ONE_IN == 0       ? number >> 16
+                                                                              : 0);
+  while (clock64() < until) {}
+#endif
+}
+/// The same of a lane, by when it comes: for kernels that are launched for each phase.
+LP_DEVICE void hold_up_lane() {
+#ifdef LP_DELAYS
+  wait_by((u32)clock64() * 0x9e3779b9u + blockIdx.x * 32 + threadIdx.x / 32 + LP_DELAYS);
+#endif
+}
+/// Of a whole warp.
+LP_DEVICE void hold_up() {
+#ifdef LP_DELAYS
+  hold_up_lane();
+  __syncwarp();
+#endif
+}
+
 /// A warp is at stage `stage` of a layer. With LP_TRACE it notes the time, in the last step: Launch::trace is
 /// [block][warp][layer][16]. That is the time that all multiprocessors share, which goes on in steps of 64 ns on an
 /// H200: each cluster of multiprocessors has a clock of its own, whose rate moves while a launch runs. With LP_DELAYS,
@@ -16,16 +43,8 @@ LP_DEVICE void reached(const Launch& launch, u32 step, u32 warp, u32 layer, u32 
         (long long)global_nanoseconds();
 #endif
 #ifdef LP_DELAYS
-  u32 hash = (((blockIdx.x * 32 + warp) * 64 + layer) * 16 + stage) * 64 + step + launch.epoch * 0xc2b2ae3du +
-             (LP_DELAYS + launch.rank) * 0x9e3779b9u;
-  hash = (hash ^ hash >> 16) * 0x85ebca6bu;
-  hash = (hash ^ hash >> 13) * 0xc2b2ae35u;
-  hash ^= hash >> 16;
-  // Most delays are of up to 30 us, one in 256 is of 2 ms.
-  const long long until = clock64() + (hash % (256 * LP_DELAYS_ONE_IN) == 0 ? 4000000
-                                       : hash % LP_DELAYS_ONE_IN == 0       ? hash >> 16
-                                                                            : 0);
-  while (clock64() < until) {}
+  wait_by((((blockIdx.x * 32 + warp) * 64 + layer) * 16 + stage) * 64 + step + launch.epoch * 0xc2b2ae3du +
+          (LP_DELAYS + launch.rank) * 0x9e3779b9u);
   __syncwarp();
 #endif
 }

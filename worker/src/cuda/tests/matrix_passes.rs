@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use half::bf16;
 
-use super::gpu::{by_sequence, gpu, load_rank, request, yields};
+use super::gpu::{BROKEN, by_sequence, gpu, load_rank, request, yields};
 use super::plans::{Request, alike, drive, plans, sharing_plans, with_drafts};
 use super::wide::{Bits, Model, decoding_row, is_nan, load_rows, random};
 use crate::batch::Plan;
@@ -442,6 +442,36 @@ fn a_prompt_that_is_preempted_in_its_middle_yields_the_same() {
         all.extend(of(&cut, 77));
         (1..).zip(&mut all).for_each(|(version, plan)| plan.version = version);
         assert!(run(all) == [&others[..], &whole[..]].concat(), "released after {chunks} chunks");
+    }
+}
+
+/// Warps of every role are held up at random, those that fetch and those that multiply or attend, and shared memory
+/// begins full of NaN: prompts, crowds, and both in one pass.
+#[test]
+fn delays_and_poison_change_nothing_but_time() {
+    if !gpu() {
+        return;
+    }
+    for config in [smol(), features(128, 300)] {
+        let all: Vec<_> = (0..70).map(|slot| tokens(slot, 1 + (slot as usize * 97) % 700)).collect();
+        let last: Vec<_> = (0..).zip(&all).map(|(slot, of)| (slot, of[of.len() - 1], of.len() as u32 - 1)).collect();
+        let run = |defines: &[(&'static str, u64)]| {
+            let mut model = model(&config, Options { defines: defines.to_vec(), ..Options::default() });
+            matrix_only(&mut model, true);
+            let mut got = Vec::new();
+            for (slot, tokens) in (0..).zip(&all) {
+                got.extend(model.prompt(slot, tokens, 333, None));
+            }
+            for count in [3, 64, 70] {
+                got.extend(model.step(&last[..count], &vec![true; count], None));
+            }
+            got
+        };
+        let expected = run(&[]);
+        assert!(!expected.iter().any(is_nan));
+        for defines in BROKEN {
+            assert!(run(defines) == expected, "{defines:?}, hidden {}", config.hidden_size);
+        }
     }
 }
 

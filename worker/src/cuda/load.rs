@@ -267,11 +267,11 @@ fn arithmetic(compiler: &Compiler) -> String {
     compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
 }
 
-/// What 9 to 64 rows take without wide passes. The figure is Llama 3.2 3B's on an H200: 32 rows of 8 layers took 1.14 ms
-/// as a matrix pass and take 0.78 as a wide one (kernels/matrix/NOTES.md, "Few rows").
+/// What 9 to 64 rows take without wide passes. The figure is that of Llama 3.1 8B and 3.2 3B on an H200 with 131 blocks,
+/// which are no pairs, beside their own: 1.19 (64 rows) to 1.42 times (9 rows; docs/shapes.md).
 pub(super) fn without_wide(problem: &str, has_matrix: bool) -> String {
     let instead = match has_matrix {
-        true => "matrix passes, which take up to 1.5 times as long",
+        true => "matrix passes, which take 1.2 to 1.4 times as long",
         false => "passes of 8, so 32 of them take 4 times as long as 8",
     };
     format!("steps of 9 to 64 rows are {instead}: the kernel for them does not take this model ({problem})")

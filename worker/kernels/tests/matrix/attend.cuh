@@ -15,6 +15,7 @@
 #include "layout/launch.cuh"
 #include "layout/page.cuh"
 #include "matrix/layout.cuh"
+#include "sync/reached.cuh"
 #include "ops/tree_sum.cuh"
 #include "ops/best.cuh"
 #include "ops/softmax.cuh"

@@ -267,8 +267,8 @@ fn arithmetic(compiler: &Compiler) -> String {
     compiler.arithmetic(&SOURCES.concat(), &HEADERS) + &compiler.arithmetic(sampler::SOURCE, &sampler::HEADERS)
 }
 
-/// What 9 to 64 rows take without wide passes. The figure is that of Llama 3.1 8B and 3.2 3B on an H200 with 131 blocks,
-/// which are no pairs, beside their own: 1.19 (64 rows) to 1.42 times (9 rows; docs/shapes.md).
+/// What 9 to 64 rows take without wide passes. The figure is that of Llama 3.1 8B and 3.2 3B on an H200 with 131
+/// blocks, which are no pairs, beside their own: 1.19 (64 rows) to 1.42 times (9 rows; docs/shapes.md).
 pub(super) fn without_wide(problem: &str, has_matrix: bool) -> String {
     let instead = match has_matrix {
         true => "matrix passes, which take 1.2 to 1.4 times as long",

@@ -115,8 +115,8 @@ fn what_is_slow_says_why_and_how_slow() {
     let problem = check_wide(&Layout::new(&plan, 0, 127, 128)).expect_err("blocks come in pairs");
     assert_eq!(
         without_wide(&problem, true),
-        "steps of 9 to 64 rows are matrix passes, which take 1.2 to 1.4 times as long: the kernel for them does not take \
-         this model (127 blocks are no pairs)"
+        "steps of 9 to 64 rows are matrix passes, which take 1.2 to 1.4 times as long: the kernel for them does not \
+         take this model (127 blocks are no pairs)"
     );
     assert!(without_wide(&problem, false).contains("passes of 8, so 32 of them take 4 times as long as 8:"));
 }

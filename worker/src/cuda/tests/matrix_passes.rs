@@ -475,8 +475,8 @@ fn delays_and_poison_change_nothing_but_time() {
     }
 }
 
-/// What `just sanitize` runs under compute-sanitizer: prompts and rows that decode in wide and in matrix passes, in tiles
-/// of attention and span by span, drawn by passes and by the sampler.
+/// What `just sanitize` runs under compute-sanitizer: prompts and rows that decode in wide and in matrix passes, in
+/// tiles of attention and span by span, drawn by passes and by the sampler.
 #[test]
 fn sanitized() {
     if !gpu() {

@@ -239,6 +239,8 @@ struct Team {
                            first_column<GateUpOwn>(), sum[t]);
       }
     }
+    // Without a tile nothing reads the norm; the barrier's phase still counts.
+    if (!GateUpOwn::all_on && GateUpOwn::passes() == 0) wait_norm(1, generation_of(step, layer));
     reached(launch, step, warp_index(), layer, 7);
     publish_tiles<GateUp, (int)kActivationTiles>(launch, Words::activation_ready);
     add_product<DownCut>(receive_use(step, layer) + 2, 2 * layer + 2, kToldDown, tag_of(launch, step, layer));

@@ -48,3 +48,12 @@ struct Launch {
   // Of every rank, this one included: messages from the other ranks (inbox.cuh), zeroed as words are.
   u8* inbox[16];
 };
+
+/// Row of the page table that attention of a slot reads. LP_NEIGHBOR, a negative control, is a slot that reads the
+/// pages of the one before it.
+LP_DEVICE const u32* pages_of(const Launch& launch, u32 slot) {
+#ifdef LP_NEIGHBOR
+  slot -= slot == LP_NEIGHBOR;
+#endif
+  return launch.page_table + slot * launch.page_stride;
+}

@@ -69,7 +69,7 @@ LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u
   SpanItems items{launch, pass, set};
   const auto entries = [&](const SpanItem& item) {
     return item.first + lane <= item.last
-               ? load_constant_u32(launch.page_table + item.slot * launch.page_stride + item.first + lane)
+               ? load_constant_u32(pages_of(launch, item.slot) + item.first + lane)
                : 0;
   };
   bool waited = false;

@@ -433,7 +433,7 @@ template <bool CUT> LP_DEVICE void stream_tiles(const Launch& launch, const Pass
   TileItems<CUT> items{launch, pass};
 #pragma unroll 1
   for (TileItem<CUT> item; items.next(item);) {
-    const u32* table = launch.page_table + launch.rows[item.row()].slot * launch.page_stride;
+    const u32* table = pages_of(launch, launch.rows[item.row()].slot);
     PageOrder order(item.first_page(), item.last_page());
     u32 entry = 0;
     After after = After::kSpan;

@@ -138,7 +138,7 @@ LP_DEVICE void stream_pages(Producer& producer, const Launch& launch, const Coun
         const u32 last = rows.position(item.row + rows.rows_from(item.row) - 1) / kPage;
         if (number > last) number = last;
       }
-      const u32 page = load_constant_u32(launch.page_table + rows.rows[item.row].slot * launch.page_stride + number);
+      const u32 page = load_constant_u32(pages_of(launch, rows.rows[item.row].slot) + number);
       leaf = launch.kv + page_byte(layer, launch.kv_pages, page, item.kv_head) + producer.lane() % 4 * kLeafBytes;
     }
     constexpr u32 BYTES = kLeafBytes / kLeafChunks;

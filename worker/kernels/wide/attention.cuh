@@ -1,8 +1,8 @@
 // Attention of a wide pass: a block's items (attention_items.cuh). A page is a stage of the ring. Warp c of a set of
 // four takes pages c, c + 4, ... of a span, which are the span's share c (attention_share.cuh): K and V are read once
 // for all columns that it has in registers. Then the shares of a set meet in shared memory. The columns (row, query
-// head) of a group are up to four n8 tiles, in passes that decode two: sets divide them, or, of a single tile, as of a
-// row that decodes, take items in turn, so that the end of one item overlaps with the pages of the next.
+// head) of a group are one or two n8 tiles: sets divide them, or, of a single tile, as of a row that decodes, take items
+// in turn, so that the end of one item overlaps with the pages of the next.
 //
 // A set has nothing to do with the stages of the other's items, nor, where all pages of a warp come to one slot
 // (kOwnPages), a warp with the pages of others: who uses a page gives it back for them, too. But a stage may be waited
@@ -190,7 +190,17 @@ LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) 
 LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
   const auto set = [] { return warp_index() / kSetWarps; };
   AttentionItems items(consumer.launch, consumer.shared, rows);
-  if (items.any()) wait_queries(consumer.launch, own_kv_head(), generation_of(rows.step, layer));
+  if (items.any()) {
+    const u32 generation = generation_of(rows.step, layer);
+    wait_queries(consumer.launch, own_kv_head(), generation);
+    // The shares of items lie where sums of qkv were that the peer fetches: it has them when its tiles are published.
+    if constexpr (QkvCut::halves && attends_elsewhere()) {
+      const PairHeads heads = PairHeads::of(pair());
+#pragma unroll 1
+      for (u32 head = heads.first; head <= heads.last; head++)
+        if (head != own_kv_head()) wait_queries(consumer.launch, head, generation);
+    }
+  }
   reached(consumer.launch, rows.step, warp_index(), layer, 10);
   bool others = false;  // the item before was the other set's
   // Sets take turns by items of a single tile, whatever lies between them: so neither tells twice before it is heard.

@@ -28,6 +28,23 @@ LP_DEVICE u32 spans_of(const Rows& rows, u32 last) {
 
 constexpr u32 kHeadBlocks = kBlocks / kKvHeads;  // those that are left over attend to nothing
 LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
+/// KV heads of the row tiles of qkv that a pair owns.
+struct PairHeads {
+  u32 first, last;
+
+  LP_DEVICE static constexpr PairHeads of(u32 pair) {
+    const int begin = Qkv::first_tile((int)pair * 2), end = Qkv::first_tile((int)pair * 2 + 2);
+    return PairHeads{(u32)(begin / kQkvTiles), (u32)((end > begin ? end - 1 : begin) / kQkvTiles)};
+  }
+};
+/// Whether a block may attend to another KV head than those of its pair's row tiles.
+LP_DEVICE constexpr bool attends_elsewhere() {
+  for (u32 block = 0; block < kKvHeads * kHeadBlocks; block++) {
+    const PairHeads heads = PairHeads::of(block / 2);
+    if (heads.first != block / kHeadBlocks || heads.last != block / kHeadBlocks) return true;
+  }
+  return false;
+}
 
 struct AttentionItem {
   u32 kv_head, last;  // the group's last row
@@ -93,7 +110,7 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
     const u32 last = rows.position(item.last), fresh = (row.first_position + rows.step) / kPage;
     u32 entry = 0;
     if (lane < item.pages)
-      entry = load_constant_u32(launch.page_table + row.slot * launch.page_stride + item.begin + lane);
+      entry = load_constant_u32(pages_of(launch, row.slot) + item.begin + lane);
     for (u32 i = 0; i < item.pages; i++) {
       if (item.begin + i >= fresh && !ready) wait_queries(launch, item.kv_head, generation), ready = true;
       // Of the last page only the leaves that are begun; what else lies in the slot is masked.

@@ -5,9 +5,9 @@
 // not cut: a block owns its tiles with all of K.
 //
 // Any number of leaves and of k16 steps of a leaf will do. Pairs own equally many tiles or not, some perhaps none. A
-// product is not cut where a pair owns more than eight tiles, or where it has a single leaf; in groups of 8 and 16
-// neither are o and down, of which a rank has less than a group of leaves. A leaf's last stage, and its last slot of
-// activations, may have fewer steps than the others.
+// product is not cut where a pair owns more than eight tiles or a block more than four, or where it has a single leaf;
+// in groups of 8 and 16 neither are o and down, of which a rank has less than a group of leaves. A leaf's last stage,
+// and its last slot of activations, may have fewer steps than the others.
 //
 // Leaves are added in the order of leaf_sum, of which blocks and warpgroups have runs. Runs of whole groups (a quarter
 // of the leaves) are simply added. Where a run is less, whoever has the first run of a group sends its sum to whoever
@@ -41,6 +41,16 @@ template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
   return most;
 }
 
+/// Row tiles of a product that a block owns at least.
+template <class P> LP_DEVICE constexpr int least_tiles() {
+  int least = P::tiles;
+  for (int block = 0; block < kBlocks; block++) {
+    const int tiles = P::first_tile(block + 1) - P::first_tile(block);
+    least = tiles < least ? tiles : least;
+  }
+  return least;
+}
+
 /// Tiles of sums that a block has room for (Shared::receive).
 constexpr int kSumTiles = 8;
 /// The shapes that wide passes take; those of other models are matrix passes. Also in
@@ -71,7 +81,7 @@ LP_DEVICE int hidden_tiles() { return O::first_tile(block_index() + 1) - O::firs
 
 // ---- stages and slots ----
 
-/// A slot of activations takes the warp that fetches it a quarter of a microsecond, whatever its size. Where the
+/// A slot of activations takes the warp that fetches it 0.3 us, whatever its size. Where the
 /// weights that go with 8 k16 steps of a pair's tiles of o and down stream sooner, because the tiles or their bits are
 /// few, slots have 16 and take the room of a stage.
 constexpr bool kLargeSlots = kColumns == 32 && most_tiles<O>(2) * O::fragment < 4 * 512;
@@ -209,6 +219,8 @@ using DownCut = Cut<Down>;
 template <class PRODUCT, int TILES> struct OwnTiles {
   using P = PRODUCT;
   static constexpr int warp_tiles = TILES;
+  /// Whether every block has tiles.
+  static constexpr bool all_on = least_tiles<P>() > 0;
   static constexpr int most_units = (P::most_tiles + 1) / 2;
   static constexpr int pass_units = part_steps(kConsumers * TILES / 2, most_units);
   // Where a warpgroup has warps for all of a pass, the two divide columns, else units or tiles.

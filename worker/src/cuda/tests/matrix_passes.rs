@@ -476,26 +476,28 @@ fn delays_and_poison_change_nothing_but_time() {
 }
 
 /// What `just sanitize` runs under compute-sanitizer: prompts in tiles of attention, 32 rows that decode, span by span
-/// in matrix passes and then in wide ones, tokens that passes choose and some that the sampler does. Not of
-/// SmolLM: kernels/NOTES.md, "Tools", says what synccheck finds there.
+/// in matrix passes and then in wide ones, tokens that passes choose and some that the sampler does. Of SmolLM some
+/// blocks have no tile of gate and up, others none of o and down.
 #[test]
 fn sanitized() {
     if !gpu() {
         return;
     }
-    let config = ModelConfig { num_layers: 2, ..shape(2048, (32, 8, 64), 8192) };
     let defines = vec![("LP_PATIENCE", 1000)];
     let mut requests: Vec<_> = (0..30).map(|i| Request::greedy(&tokens(i, 1 + (i % 9) as usize), 3)).collect();
     requests.extend((0..2).map(|i| Request { logprobs: Some(2), ..Request::greedy(&tokens(90 + i, 150), 4) }));
-    let run = |matrix_only: bool| {
-        let options = Options { poison: true, defines: defines.clone(), ..Options::default() };
-        let mut decoder = load_rows(&config, random(&config), (requests.len(), BATCH_TOKENS), false, options);
-        let launcher = &mut decoder.decoder.launcher;
-        launcher.matrix_only = matrix_only;
-        assert_eq!(launcher.passes().columns(), 64, "32 rows are a wide pass");
-        yields(decoder, plans(&requests, 150, BATCH_TOKENS, 4), requests.len(), true)
-    };
-    assert!(run(true) == run(false));
+    for config in [shape(2048, (32, 8, 64), 8192), smol()] {
+        let config = ModelConfig { num_layers: 2, ..config };
+        let run = |matrix_only: bool| {
+            let options = Options { poison: true, defines: defines.clone(), ..Options::default() };
+            let mut decoder = load_rows(&config, random(&config), (requests.len(), BATCH_TOKENS), false, options);
+            let launcher = &mut decoder.decoder.launcher;
+            launcher.matrix_only = matrix_only;
+            assert_eq!(launcher.passes().columns(), 64, "32 rows are a wide pass");
+            yields(decoder, plans(&requests, 150, BATCH_TOKENS, 4), requests.len(), true)
+        };
+        assert!(run(true) == run(false));
+    }
 }
 
 /// Requests that begin behind the pages of another, and one whose pages give way to equal ones, beside rows that
@@ -683,4 +685,36 @@ fn two_leaves_in_each_others_place_do_touch_bits() {
     let (a, b) = (values(&expected[199]), values(&got));
     let error = a.iter().zip(&b).map(|(a, b)| (a - b).powi(2)).sum::<f64>() / a.iter().map(|a| a * a).sum::<f64>();
     assert!(error > 0.0 && error.sqrt() < 0.02, "relative L2 difference {}", error.sqrt());
+}
+
+/// What a row sees of others shows, too: in kernels of every family one slot reads the pages of the one before it.
+#[test]
+fn a_row_that_reads_its_neighbours_pages_is_noticed() {
+    const READER: u32 = 5;
+    if !gpu() {
+        return;
+    }
+    let config = smol();
+    let slots = 0..40u32;
+    let all: Vec<_> = slots.clone().map(|slot| tokens(slot, 190)).collect();
+    // Of each kind of pass the logits of each slot: a prompt in two parts, then few and many rows that decode.
+    let run = |defines: &[(&'static str, u64)]| {
+        let mut model = model(&config, Options { defines: defines.to_vec(), ..Options::default() });
+        matrix_only(&mut model, true);
+        let prompts = slots.clone().map(|slot| model.prompt(slot, &all[slot as usize][..189], 150, None));
+        let prompts: Vec<Bits> = prompts.map(|parts| parts.concat()).collect();
+        let mut decode = |count: u32, matrix: bool| {
+            matrix_only(&mut model, matrix);
+            let rows: Vec<_> = (0..count).map(|slot| (slot, all[slot as usize][189], 189)).collect();
+            model.step(&rows, &vec![true; rows.len()], None)
+        };
+        [("tiles", prompts), ("spans", decode(40, true)), ("wide", decode(40, false)), ("narrow", decode(8, false))]
+    };
+    let right = run(&[]);
+    let wrong = run(&[("LP_NEIGHBOR", READER.into())]);
+    for ((name, right), (_, wrong)) in right.iter().zip(&wrong) {
+        for (slot, (right, wrong)) in slots.clone().zip(right.iter().zip(wrong)) {
+            assert_eq!(right != wrong, slot == READER, "{name}, slot {slot}");
+        }
+    }
 }

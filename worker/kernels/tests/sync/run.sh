@@ -78,7 +78,8 @@ for _ in 1 2 3; do
     "$out/idle"
 done
 noticed "slots given back before they are read" early "data race" "saw other fragments"
-noticed "pages awaited before those of the other set have landed" unheard "data race" "[1-9][0-9]* warps saw others"
+noticed "pages awaited before those of the other set have landed" unheard "data race" "[1-9][0-9]* warps saw others" \
+    "waits at a barrier without an end"
 noticed "halves of a pair's weights fetched before the other block has read" untold "data race" "[1-9][0-9]* wrong"
 noticed "rings that are not paced" unpaced "[1-9][0-9]* times too many rings"
 noticed "words that are not cleared" kept "fragments of another step"

@@ -109,6 +109,32 @@ fn every_published_shape_has_the_passes_that_are_written_here() {
     assert!(found == expected, "{}", found.join("\n"));
 }
 
+/// Other GPUs and parts of GPUs: 60 multiprocessors and more. Every shape has passes for any number of rows; all but
+/// three have wide ones, and those, too, on 80.
+#[test]
+fn grids_of_any_number_of_multiprocessors_have_passes() {
+    let (mut shapes, mut without_wide) = (0, Vec::new());
+    for shape in Shape::value_variants() {
+        let config = shape.config();
+        if check_shape(&config, 1).is_err() {
+            continue;
+        }
+        shapes += 1;
+        let plan = ModelPlan::for_backend(Backend::Cuda, &padded(&config), 1).unwrap();
+        for sms in 60..=148 {
+            let layout = Layout::new(&plan, 0, best_blocks(&plan, sms), config.head_dim);
+            assert!((sms - sms / 10..=sms).contains(&layout.blocks()), "{} on {sms}", shape.name());
+            assert!(matrix_of(&layout, ROWS[7]).is_some(), "{} on {sms}", shape.name());
+            if check_wide(&layout).is_err() {
+                without_wide.push((shape.name(), sms));
+            }
+        }
+    }
+    let narrow = ["70b", "qwen2.5-72b", "qwen3-32b"];
+    let expected = narrow.into_iter().flat_map(|name| (60..80).map(move |sms| (name.to_string(), sms)));
+    assert_eq!((shapes, without_wide), (24, expected.collect()));
+}
+
 #[test]
 fn what_is_slow_says_why_and_how_slow() {
     let plan = ModelPlan::for_backend(Backend::Cuda, &Shape::B8.config(), 1).unwrap();

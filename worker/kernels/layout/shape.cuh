@@ -82,9 +82,9 @@ LP_DEVICE u32 rank_block() { return kRanksHere == 1 ? blockIdx.x : blockIdx.x % 
 /// A product y = W x: its row tiles by k16 steps; leaves of LEAF_STEPS k16 steps cut K; a tile is dealt to a block
 /// whole. GROUP leaves next to each other make a group, which is added ascending; groups are added as a binary tree
 /// (leaf_sum). qkv, o and down have four groups of a quarter of the model's leaves (quads), so that each of one, two
-/// and four ranks has whole ones. All leaves of gate/up and of the LM head are one group: their K is never cut. WAYS 2:
-/// a rank has too few leaves for a block's warps, so the two tiles of a set have warps of their own, and each tile is a
-/// unit of the stream; otherwise a warp has its leaf of both.
+/// and four ranks has whole ones. All leaves of gate/up and of the LM head are one group: their K is never cut. WAYS:
+/// a rank has too few leaves for a block's warps, so so many tiles next to each other have warps of their own, and each
+/// tile is a unit of the stream; with 1 a warp has its leaf of both tiles of a set.
 template <int TILES, int LEAVES, int LEAF_STEPS, int GROUP, int WAYS = 1, Format FORMAT = kLayerFormat>
 struct Product {
   static constexpr Format format = FORMAT;
@@ -107,12 +107,15 @@ struct Product {
   static_assert((long long)TILES * kBlocks < 1ll << 31, "so 32 bits will do");
   static constexpr int most_tiles = (tiles + kBlocks - 1) / kBlocks;
   static constexpr bool together = false;  // with another product
-  /// The leaf of consumer warp `warp`, and to which of a set's tiles it belongs first.
+  /// Tiles that the consumer warps take at a time, whole sets of two.
+  static constexpr int at_a_time = WAYS == 1 ? 2 : WAYS;
+  static_assert(at_a_time % 2 == 0, "whole sets");
+  /// The leaf of consumer warp `warp`, and of which of these tiles, or from which on.
   LP_DEVICE static int leaf(int warp) { return WAYS == 1 ? warp : warp % LEAVES; }
-  LP_DEVICE static int first_of_set(int warp) { return WAYS == 1 ? 0 : warp / LEAVES; }
-  /// Whether it has one in the set of tiles `tile` and `tile` + 1 of a block whose last is before `end`.
+  LP_DEVICE static int way(int warp) { return WAYS == 1 ? 0 : warp / LEAVES; }
+  /// Whether it has one in the tiles from `tile` on of a block whose last is before `end`.
   LP_DEVICE static bool works(int warp, int tile, int end) {
-    return warp < workers && (WAYS == 1 || tile + first_of_set(warp) < end);
+    return warp < workers && (WAYS == 1 || tile + way(warp) < end);
   }
 };
 /// Leaves of a group where the whole model has so many.
@@ -122,10 +125,14 @@ constexpr int kHiddenLeaves = most_leaves(kHiddenTiles), kHiddenSteps = kHiddenT
 constexpr int kHeadLeaves = most_leaves(kHeads * kShards) / kShards,
               kDownLeaves = most_leaves(kIntermediate * kShards) / kShards;
 static_assert(kHeadLeaves > 0 && kDownLeaves > 0, "a rank has whole leaves");
-constexpr int leaf_ways(int leaves) { return kRanks > 1 && leaves < kMaxLeaves ? 2 : 1; }
+/// Ways of a product of `tiles` row tiles: as many warps as there are rings at least (8), if there are tiles for them.
+constexpr int leaf_ways(int leaves, int tiles) {
+  const int most = ((tiles + kBlocks - 1) / kBlocks + 1) / 2 * 2, wanted = leaves < 4 ? 8 / leaves : 2;
+  return kRanks == 1 || leaves == kMaxLeaves ? 1 : wanted < most ? wanted : most;
+}
 constexpr int kDownSteps = (kIntermediate / kDownLeaves + 15) / 16;
 using O = Product<kHiddenTiles, kHeadLeaves, kHeads * kDimTiles / kHeadLeaves, quad_of(kHeadLeaves * kShards),
-                  leaf_ways(kHeadLeaves)>;
+                  leaf_ways(kHeadLeaves, kHiddenTiles)>;
 /// A tile has 8 rows of gate, then the same 8 of up, so a lane has both sums of a product of theirs: of k block b of
 /// down's input tile 2b has 0 to 3 and 8 to 11, tile 2b + 1 the others (gate_up_k). Each writes whole words of the
 /// vector. The two stay together where no block gets fuller by it: 8b on four GPUs takes 2 % longer if 64 blocks have 4
@@ -171,7 +178,8 @@ struct Qkv : Product<(kHeads + 2 * kKvHeads) * kDimTiles, kHiddenLeaves, kHidden
     return (int)(kRanks > 1 ? first_of_qkv<together>(block, tiles) : (u32)block * tiles / kBlocks);
   }
 };
-using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, quad_of(kDownLeaves * kShards), leaf_ways(kDownLeaves)>;
+using Down = Product<kHiddenTiles, kDownLeaves, kDownSteps, quad_of(kDownLeaves * kShards),
+                     leaf_ways(kDownLeaves, kHiddenTiles)>;
 /// Row tiles of the LM head, and of the embedding: with several ranks each has as many, the last ones perhaps of rows
 /// beyond the vocabulary.
 constexpr int kHeadTiles = kRanks == 1 ? (kVocab + 15) / 16 : (kVocab + 255) / 256 * 16 / kShards;

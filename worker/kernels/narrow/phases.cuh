@@ -38,6 +38,12 @@ struct Place {
   u32 layer, tag, active, vectors;
 };
 
+/// A warp holds a leaf of a norm's input in registers for all tiles of a product, if there are registers for it (hidden
+/// sizes up to 8192). With 96 a thread longer ones spilled 1.6 to 5.6 KB, and a row of 405B took longer than 32 in a
+/// wide pass.
+constexpr bool kHoldsHidden = kHiddenSteps <= 32;
+constexpr int kHeldSteps = kHoldsHidden ? kHiddenSteps : 1;
+
 /// A consumer warp: its leaf of every product, its leaves of attention.
 struct ConsumerPhases {
   const Launch& launch;
@@ -49,23 +55,26 @@ struct ConsumerPhases {
       : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), partials(launch, shared) {}
 
   LP_DEVICE void at(const Place& place, u32 stage) const { reached(launch, place.rows.step, warp, place.layer, stage); }
-  /// This warp's leaf of the input of a norm into `b`, and its sum of squares for the epilogue.
-  LP_DEVICE void get_hidden(const Place& place, u32 vector, int squares, u32 site, u32 (*b)[2]) {
-    if (warp >= kHiddenLeaves) return;
+  /// A product of a norm's input, of which this warp has a leaf, whose sum of squares is for the epilogue. `stage`: what
+  /// is reached when the input is there.
+  template <class P> LP_DEVICE void multiply_normed(const Place& place, u32 vector, int squares, u32 site, u32 stage) {
+    if (!Epilogue::sets<P>()) return;
     const int lane = lane_index(), g = lane >> 2, t = lane & 3;
-    const float sum = get_fragments<kHiddenSteps, true>(
-        launch, launch.words + place.vectors + vector + warp * HiddenVector::leaf_bytes, place.tag, place.active, b,
-        site);
-    if (t == 0 && g < kColumns)
-      store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
+    const u32 leaf = place.vectors + vector + warp * HiddenVector::leaf_bytes;
+    u32 b[kHeldSteps][2];
+    if (warp < kHiddenLeaves) {
+      const float sum = get_fragments<kHiddenSteps, true, kHoldsHidden>(launch, launch.words + leaf, place.tag,
+                                                                        place.active, b, site);
+      if (t == 0 && g < kColumns)
+        store_shared_f32(shared + Shared::squares + ((squares * kMaxLeaves + warp) * kColumns + g) * 4, sum);
+    }
+    at(place, stage);
+    if constexpr (kHoldsHidden) multiply<P>(consumer, partials, b);
+    else multiply_fetching<P, kPartSteps>(consumer, partials, leaf, place.tag, place.active, site, [] {});
   }
   LP_DEVICE void query_key_value(const Place& place) {
     at(place, 0);
-    if (!Epilogue::sets<Qkv>()) return;
-    u32 b[kHiddenSteps][2];
-    get_hidden(place, Vectors::attention_x, 0, kSiteAttentionX, b);
-    at(place, 1);
-    multiply<Qkv>(consumer, partials, b);
+    multiply_normed<Qkv>(place, Vectors::attention_x, 0, kSiteAttentionX, 1);
   }
   LP_DEVICE void attend_pages(const Place& place) {
     at(place, 2);
@@ -81,42 +90,34 @@ struct ConsumerPhases {
   LP_DEVICE void attention_out(const Place& place) {
     at(place, 4);
     if (!Epilogue::sets<O>()) return;
-    const u32 input = place.vectors + Vectors::attention_out;
+    const u32 leaf = place.vectors + Vectors::attention_out + O::leaf(warp) * AttentionVector::leaf_bytes;
     if constexpr (O::leaf_steps <= kPartSteps) {
       u32 b[O::leaf_steps][2];
       if (warp < O::workers)
-        get_fragments<O::leaf_steps>(launch, launch.words + input + O::leaf(warp) * AttentionVector::leaf_bytes,
-                                     place.tag, place.active, b, kSiteAttentionOut);
+        get_fragments<O::leaf_steps>(launch, launch.words + leaf, place.tag, place.active, b, kSiteAttentionOut);
       at(place, 5);
       multiply<O>(consumer, partials, b);
     } else {
       // In parts of a chunk: longer ones are spilled.
       constexpr int PART = is_grouped(O::format) ? kPartSteps : chunk_steps<O>(1);
-      multiply_fetching<O, PART>(consumer, partials, input, place.tag, place.active,
-                                                   kSiteAttentionOut, [&] { at(place, 5); });
+      multiply_fetching<O, PART>(consumer, partials, leaf, place.tag, place.active, kSiteAttentionOut,
+                                 [&] { at(place, 5); });
     }
   }
   LP_DEVICE void gate_up(const Place& place) {
     at(place, 6);
-    if (!Epilogue::sets<GateUp>()) return;
-    u32 b[kHiddenSteps][2];
-    get_hidden(place, Vectors::mlp_x, 1, kSiteMlpX, b);
-    at(place, 7);
-    multiply<GateUp>(consumer, partials, b);
+    multiply_normed<GateUp>(place, Vectors::mlp_x, 1, kSiteMlpX, 7);
   }
   LP_DEVICE void down(const Place& place) {
     at(place, 8);
-    multiply_fetching<Down, kPartSteps>(consumer, partials, place.vectors + Vectors::activation, place.tag,
-                                        place.active, kSiteActivation, [&] { at(place, 9); });
+    const u32 leaf = place.vectors + Vectors::activation + Down::leaf(warp) * ActivationVector::leaf_bytes;
+    multiply_fetching<Down, kPartSteps>(consumer, partials, leaf, place.tag, place.active, kSiteActivation,
+                                        [&] { at(place, 9); });
     at(place, 10);
   }
   LP_DEVICE void head(const Place& place) {
     at(place, 0);
-    if (!Epilogue::sets<Head>()) return;
-    u32 b[kHiddenSteps][2];
-    get_hidden(place, Vectors::attention_x, 0, kSiteHeadX, b);
-    at(place, 1);
-    multiply<Head>(consumer, partials, b);
+    multiply_normed<Head>(place, Vectors::attention_x, 0, kSiteHeadX, 1);
     at(place, 2);
   }
 };

@@ -15,11 +15,11 @@ LP_DEVICE void put_word(u8* word, u32 low, u32 high, u32 tag, u32 extra) {
 
 /// B fragments of STEPS k blocks of a vector, whose words begin at `words`, for the columns of `active`. With SQUARES
 /// it is a whole leaf, and returns the sum of squares of this lane's column over it, as a binary tree (a tree of
-/// eights, where there are eights for one, else these in order).
-template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag,
-                                                                         u32 active, u32 (*b)[2], u32 site) {
+/// eights, where there are eights for one, else these in order). Without FRAGMENTS that is all.
+template <int STEPS, bool SQUARES = false, bool FRAGMENTS = true>
+LP_DEVICE float get_fragments(const Launch& launch, const u8* words, u32 tag, u32 active, u32 (*b)[2], u32 site) {
   using Leaf = Vector<1, STEPS, SQUARES>;
-  constexpr int EIGHTS = (STEPS + 7) / 8;
+  constexpr int EIGHTS = (STEPS + 7) / 8, FRAGMENT_STEPS = FRAGMENTS ? STEPS : 0;
   const int lane = lane_index(), g = lane >> 2, t = lane & 3;
   float eights[EIGHTS] = {};
   if constexpr (kTaggedVectors) {
@@ -27,7 +27,7 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
     u32 x[EIGHTS], y[EIGHTS], squares[EIGHTS];
     poll_words<EIGHTS, true>(launch, words + lane * 16, 512, tag, (STEPS * 4 + 31 - lane) / 32, x, y, squares, site);
 #pragma unroll
-    for (int j = 0; j < STEPS; j++) {
+    for (int j = 0; j < FRAGMENT_STEPS; j++) {
       const u32 low = shuffle(x[j / 8], (j % 8) * 4 + t), high = shuffle(y[j / 8], (j % 8) * 4 + t);
       b[j][0] = g == 0 ? low : 0;
       b[j][1] = g == 0 ? high : 0;
@@ -57,10 +57,12 @@ template <int STEPS, bool SQUARES = false> LP_DEVICE float get_fragments(const L
         v[j] = j < Leaf::rows ? load_relaxed_8x2(words + lane * 16 + j * 512)
                               : load_relaxed_4x4(words + lane * 16 + j * 512);
     };
-    poll<Leaf::rows + Leaf::square_rows, true>(
-        launch, words + lane * 16, ~0u, fetch, missing, [](u32 seen) { return seen != 0; }, site);
+    constexpr int FIRST = FRAGMENTS ? 0 : Leaf::rows;  // row that is read
+    poll<Leaf::rows + Leaf::square_rows - FIRST, true>(
+        launch, words + lane * 16, ~0u, [&](int j) { fetch(FIRST + j); }, [&](int j) { return missing(FIRST + j); },
+        [](u32 seen) { return seen != 0; }, site);
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) {
+    for (int k = 0; k < FRAGMENT_STEPS; k++) {
       const Quad& pair = v[k / 2];
       b[k][0] = on ? ~(k % 2 ? pair.z : pair.x) : 0;
       b[k][1] = on ? ~(k % 2 ? pair.w : pair.y) : 0;
@@ -163,11 +165,12 @@ struct Partials {
   }
 };
 
-/// The block's share of a product, set by set: `work` adds this warp's leaf of WIDTH tiles to sums that are zero.
+/// The block's share of a product, as many tiles at a time as have warps: `work` adds this warp's leaf of WIDTH tiles to
+/// sums that are zero. Where several sets are computed at a time, a warp passes on those of others behind its own work.
 template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials& partials, F&& work) {
   const int end = P::first_tile(rank_block() + 1);
 #pragma unroll 1
-  for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
+  for (int tile = P::first_tile(rank_block()); tile < end; tile += P::at_a_time) {
     float acc[2][4] = {};
     const bool mine = P::works(consumer.warp, tile, end);
     const u32 round = consumer.template round<P>(tile, end);
@@ -175,7 +178,14 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
       constexpr int WIDTH = decltype(width)::value;
       if (mine) work(width, round, acc);
       else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P, WIDTH>();  // another warp's
-      partials.template put<WIDTH>(mine, P::first_of_set(consumer.warp), P::leaf(consumer.warp), acc);
+      const int way = P::way(consumer.warp), leaf = P::leaf(consumer.warp);
+      if constexpr (P::at_a_time == 2) {
+        partials.template put<WIDTH>(mine, way, leaf, acc);
+      } else {
+#pragma unroll 1
+        for (int set = 0; set < P::at_a_time && tile + set < end; set += 2)
+          partials.template put<WIDTH>(mine && way / 2 * 2 == set, way % 2, leaf, acc);
+      }
     };
     if (P::ways == 1 && tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
   }
@@ -188,15 +198,13 @@ template <class P> LP_DEVICE void multiply(Consumer& consumer, Partials& partial
   });
 }
 
-/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time. Calls
-/// `arrived` when the first have arrived.
-template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials,
-                                                                       u32 vector, u32 tag, u32 active, u32 site,
-                                                                       F&& arrived) {
+/// The same for a leaf that is too long for registers: its activations are fetched PART k blocks at a time, for each
+/// set. `leaf`: byte of the words. Calls `arrived` when the first have arrived.
+template <class P, int PART, class F> LP_DEVICE void multiply_fetching(Consumer& consumer, Partials& partials, u32 leaf,
+                                                                       u32 tag, u32 active, u32 site, F&& arrived) {
   static_assert(PART == kPartSteps || (P::run_steps == 1 && PART == chunk_steps<P>(1)),
                 "parts end where chunks of the stream do");
   constexpr int REST = P::leaf_steps % PART;
-  const u32 leaf = vector + P::leaf(consumer.warp) * Vector<P::leaves, P::leaf_steps>::leaf_bytes;
   bool first = true;
   each_set<P>(consumer, partials, [&](auto width, u32 round, float (*acc)[4]) {
     u32 b[PART][2];

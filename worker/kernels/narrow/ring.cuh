@@ -73,9 +73,9 @@ struct Producer {
   template <class P, u32 GROUPS = 1, u32 PACED = kEveryChunk> LP_DEVICE void stream(const u8* product) {
     const int end = P::first_tile(rank_block() + 1);
     u32 issued = 0;  // chunks of each ring, whether it has a leaf or not
-    for (int tile = P::first_tile(rank_block()); tile < end; tile += 2) {
+    for (int tile = P::first_tile(rank_block()); tile < end; tile += P::at_a_time) {
       const int width = P::ways == 1 && tile + 1 < end ? 2 : 1, most_steps = chunk_steps<P>(width);
-      // Leaves of the second tile of a set with ways follow those of the first.
+      // With ways, leaves of a tile follow those of the tile before.
       const bool on = lane() < kRings && P::works(lane(), tile, end);
       const u8* leaf = product + ((u64)tile * P::runs + (on ? lane() : 0) * (P::leaf_runs * width)) * P::run;
 #pragma unroll 1
@@ -151,7 +151,7 @@ struct Consumer {
   LP_DEVICE u32 ring() const { return warp % kRings; }
   /// This warp's turn in a round.
   LP_DEVICE u32 turn() const { return warp / kRings; }
-  /// Chunks of the ring in a round of a set of a product: one for each of its warps that has a leaf in it.
+  /// Chunks of the ring in a round of the tiles from `tile` on: one for each of its warps that has a leaf of them.
   template <class P> LP_DEVICE u32 round(int tile, int end) const {
     if constexpr (P::ways == 1) return kRingWarps;
     u32 chunks = 0;

@@ -38,8 +38,8 @@ const GROUPS: [(Shape, usize, [u32; 2]); 7] = [
     (Shape::B8, 8, [0, 244]),
     (Shape::B8, 16, [24, 244]),
     (Shape::B70, 4, [16, 36]),
-    (Shape::B70, 8, [36, 108]),
-    (Shape::B70, 16, [48, 104]),
+    (Shape::B70, 8, [44, 116]),
+    (Shape::B70, 16, [48, 124]),
 ];
 /// The same of wide kernels of ranks: in the exchange of embeddings and tokens, and of qkv's sums between leaves.
 const WIDE_SPILLS: u32 = 300;

@@ -221,6 +221,14 @@ fn rows_have_their_bits_qwen3() {
     check(&qwen3());
 }
 
+/// Leaves of a norm's input that are longer than narrow passes have registers for: eight eights and five of their
+/// squares.
+#[test]
+fn rows_have_their_bits_long_leaves() {
+    check(&shape(1008, (9, 3, 64), 1536));
+    check(&ModelConfig { qk_norm: true, ..shape(560, (9, 3, 64), 1536) });
+}
+
 #[test]
 fn rows_have_their_bits_8b() {
     check(&llama_8b());

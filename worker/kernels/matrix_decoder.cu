@@ -85,6 +85,7 @@ template <class E> LP_DEVICE void head(const Launch& launch, const matrix::Pass&
 LP_VECTORS(matrix_embed) {
   launch_dependents();
   wait_launch_before();
+  hold_up();
   matrix::embed(launch);
 }
 LP_VECTORS(matrix_norms) {
@@ -92,6 +93,7 @@ LP_VECTORS(matrix_norms) {
   // Who has no tokens leaves at once, and the next launch can fetch weights there. The others wait.
   if (blockIdx.x >= matrix::norm_runs(launch)) return;
   wait_launch_before();
+  hold_up();
   matrix::find_norms(launch, pass);
 }
 LP_PRODUCT(matrix_qkv) { qkv<Cut::kPair>(launch, pass, layer); }
@@ -105,6 +107,7 @@ LP_PRODUCT(matrix_down) { down<Cut::kPair>(launch, pass, layer); }
 LP_VECTORS(matrix_gather) {
   launch_dependents();
   wait_launch_before();
+  hold_up();
   matrix::gather(launch, pass);
 }
 LP_PRODUCT(matrix_head) { head(launch, pass, matrix::Logits{{launch, pass}}); }
@@ -112,6 +115,7 @@ LP_PRODUCT(matrix_head_choose) { head(launch, pass, matrix::Choose{{launch, pass
 LP_VECTORS(matrix_choose) {
   launch_dependents();
   wait_launch_before();
+  hold_up();
   matrix::choose(launch, pass);
 }
 
@@ -132,6 +136,7 @@ LP_CUT(matrix_down, Down, down)
   extern "C" __global__ void __launch_bounds__(matrix::kMeetThreads) \
       NAME(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass, u32 layer) { \
     wait_launch_before(); \
+    hold_up(); \
     if constexpr (kRanks > 1) matrix::meet<MEET>(launch, layer); else trap(); \
   }
 LP_MEET(matrix_meet_begun, matrix::kMeetBegun)
@@ -140,11 +145,13 @@ LP_MEET(matrix_meet_logits, matrix::kMeetLogits)
 LP_VECTORS(matrix_tell_embeddings) {
   launch_dependents();
   wait_launch_before();
+  hold_up();
   if constexpr (kRanks > 1) matrix::tell_embeddings(launch); else trap();
 }
 #define LP_JOIN(NAME, MEET, PRODUCT, NORM)                                \
   LP_VECTORS(NAME) {                                                      \
     wait_launch_before();                                                 \
+    hold_up();                                                            \
     if constexpr (kRanks > 1) {                                           \
       matrix::meet<MEET>(launch, layer, pass.carried > 0);                \
       launch_dependents();                                                \
@@ -159,6 +166,7 @@ LP_JOIN(matrix_join_down, matrix::kMeetDown, Down, 2 * layer + 2)
   LP_VECTORS(NAME) {                                                      \
     if (blockIdx.x >= matrix::norm_runs(launch)) return;                  \
     wait_launch_before();                                                 \
+    hold_up();                                                            \
     if constexpr (kRanks > 1) {                                           \
       matrix::meet<MEET>(launch, layer, pass.carried > 0);                \
       launch_dependents();                                                \

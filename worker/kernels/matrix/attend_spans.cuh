@@ -373,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kMergeSpansThreads)
   constexpr u32 kPairs = kHeadDim / 64;  // a lane has dimensions 64 i + 2 lane and + 1
   launch_dependents();
   wait_launch_before();
+  hold_up();
   const u32 lane = lane_index(), warps = kMergeSpansThreads / 32;
   for (u32 job = blockIdx.x * warps + warp_index(); job < pass.merge_count * kHeads; job += gridDim.x * warps) {
     const u32 word = load_relaxed_u32(pass.merges + job / kHeads * 2),

@@ -189,7 +189,8 @@ fn kernels_of_ranks_that_are_named_compile() {
             let name = format!("{}, {} columns, one of 16 ranks", shape.name(), variant.columns());
             let built = compiler.build(&variant.program(&layout), &Cache::from_environment());
             let (binary, _) = built.unwrap_or_else(|e| panic!("{name}: {e}"));
-            let kernels = if variant.design == Design::Matrix { matrix::names().to_vec() } else { vec![variant.name()] };
+            let kernels =
+                if variant.design == Design::Matrix { matrix::names().to_vec() } else { vec![variant.name()] };
             for kernel in kernels {
                 let resources = Resources::of(kernel, &binary.log).expect("the compiler tells them");
                 eprintln!("{name}, {kernel}: {resources:?}");

@@ -87,9 +87,7 @@ fn on_gpu(request: &LoadRequest) -> Result<bool, LoadError> {
         .and_then(|gpu| cuda::Compiler::find().map(|_| gpu))
         .and_then(|gpu| cuda::survey(request.others.before, request.tensor_parallel).map(|()| gpu))
         .map_err(LoadError::from)
-        .and_then(|gpu| {
-            cuda::check(&bounded(request, GPU_SLOTS, gpu_rows(request)), &config, request.tensor_parallel).map(|()| gpu)
-        });
+        .and_then(|gpu| cuda::check(&bounded(request, GPU_SLOTS, gpu_rows(request)), &config).map(|()| gpu));
     match &usable {
         Ok(gpu) => tracing::info!("--device auto: GPU {}, {}", gpu.ordinal, gpu.name),
         Err(LoadError::Cuda(cuda::CudaError::NoDriver)) => tracing::info!("--device auto: CPU, as there is no GPU"),

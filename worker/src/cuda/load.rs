@@ -25,7 +25,7 @@ use super::notes::phase::Phase as StepPhase;
 use super::notes::read_limit::ReadLimit;
 use super::sampler::draw::Sampler;
 use super::sampler::kernel::{self as sampler, SamplerKernel};
-use super::weights::heads::{PaddedHeads, padded};
+use super::weights::heads::{KernelHeads, for_kernels};
 use super::weights::layout::Layout;
 use super::weights::panel::takes;
 use super::weights::upload::Weights;
@@ -119,7 +119,7 @@ pub fn load_with(
     tell(Phase::ReadingConfig, 0, 0);
     let model = Model::open(request, options)?;
     let shards = options.shards.unwrap_or(request.tensor_parallel);
-    check(request, &model.config, shards)?;
+    check(request, &model.config)?;
     if request.tensor_parallel > 1 && options.ordinal.is_none() {
         fabric::survey(request.others.before, request.tensor_parallel)?;
     }
@@ -137,7 +137,7 @@ pub fn load_with(
         }
     }
     let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, shards);
-    let (plan, wide) = (plan_of(&model.config)?, plan_of(&padded(&model.config))?);
+    let (plan, wide) = (plan_of(&model.config)?, plan_of(&for_kernels(&model.config))?);
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
@@ -153,7 +153,7 @@ pub fn load_with(
     };
     let converter = converter(source, model.stored, &model.config);
     let source = converter.as_deref().unwrap_or(source);
-    let source = &PaddedHeads { source, width: model.config.head_dim, padded: wide.config.head_dim };
+    let source = &KernelHeads::new(source, &model.config);
     let rope = Rope::new(&model.config);
     let pools = memory.pools(&gpu, options.poison)?;
     let sampler = Sampler::new(sampler, &memory.sizes)?;
@@ -230,19 +230,18 @@ pub fn load_with(
     Ok(CudaDecoder { decoder, loaded, layout, gpu, home })
 }
 
-/// Whether a model that is cut into `shards` can be loaded for a request, apart from memory and GPU: what `--device
-/// auto` asks.
+/// Whether a model can be loaded for a request, apart from memory and GPU: what `--device auto` asks.
 ///
 /// # Errors
 /// Why not.
-pub fn check(request: &LoadRequest, config: &ModelConfig, shards: usize) -> Result<(), LoadError> {
+pub fn check(request: &LoadRequest, config: &ModelConfig) -> Result<(), LoadError> {
     if request.max_slots == 0 || request.max_batch_tokens < request.max_slots {
         return Err(LoadError::Request(format!(
             "{} slots and {} batch tokens do not fit together",
             request.max_slots, request.max_batch_tokens
         )));
     }
-    Ok(check_shape(config, shards)?)
+    Ok(check_shape(config)?)
 }
 
 impl Model {

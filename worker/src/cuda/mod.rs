@@ -33,5 +33,6 @@ pub use notes::gauge::{Gauge, Noted};
 pub use notes::phase::{Phase, PhaseTime};
 pub use notes::read_limit::ReadLimit;
 pub use notes::trace::Trace;
+pub(crate) use weights::heads::for_kernels;
 pub(crate) use weights::layout::Layout;
 pub use weights::random::NormalSource;

@@ -165,7 +165,7 @@ pub fn run(args: &ScalingArgs) -> Result<Report, ScalingError> {
         }
     }
     let uncomputed = models.iter().filter_map(|(model, config)| {
-        check_shape(config, 1).err().map(|error| Uncomputed { model: model.clone(), reason: error.to_string() })
+        check_shape(config).err().map(|error| Uncomputed { model: model.clone(), reason: error.to_string() })
     });
     compared.sort_by_cached_key(|of| (of.ranks, of.model.clone(), of.shard_of, of.measured.batch));
     Ok(Report {

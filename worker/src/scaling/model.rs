@@ -19,7 +19,7 @@
 //! more, and the time in which a rank's link carries its sums to all others (one hop; bytes a value: `VALUE_BYTES`).
 //! Microbenchmarks give the constants of [`Machine`], a fit those of [`Costs`].
 
-use crate::cuda::{Layout, best_blocks};
+use crate::cuda::{Layout, best_blocks, for_kernels};
 use crate::model::ModelConfig;
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Backend, ModelPlan, PlanError, Product};
@@ -127,7 +127,7 @@ impl Cut {
     /// # Errors
     /// The group's size does not divide what it has to.
     pub fn new(config: &ModelConfig, ranks: usize, sms: usize) -> Result<Self, PlanError> {
-        let plan = ModelPlan::for_backend(Backend::Cuda, config, ranks)?;
+        let plan = ModelPlan::for_backend(Backend::Cuda, &for_kernels(config), ranks)?;
         let blocks = best_blocks(&plan, sms);
         let layout = Layout::new(&plan, 0, blocks, config.head_dim);
         let [qkv, out, gate_up, down] = LAYER_PRODUCTS;

@@ -43,9 +43,7 @@ fn one_and_two_gpus_predict_four_within_10_percent() {
         text.contains("| 405b | 16 | 8 |") && text.contains("| fitted |") && text.contains("| predicted |"),
         "{text}"
     );
-    let uncomputed: Vec<_> = report.uncomputed.iter().map(|of| of.model.as_str()).collect();
-    assert_eq!(uncomputed, ["405b"], "16 query heads a KV head");
-    assert!(text.contains("405b is a calculation alone: the GPU backend does not compute"), "{text}");
+    assert!(report.uncomputed.is_empty() && !text.contains("is a calculation alone"), "{text}");
 }
 
 #[test]

@@ -8,7 +8,6 @@ use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::panel::Panel;
 use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
-use crate::plan::{Backend, ModelPlan};
 
 /// One kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,8 +133,6 @@ const MAX_HEAD_DIM: usize = 128;
 /// Row tiles of q, k and v, o, or down that a block owns in wide passes, for a warp has one, and whose sums it has room
 /// for.
 const MOST_TILES: usize = 8;
-/// Query heads of a KV head are columns of one tensor-core product.
-const MAX_QUERIES_PER_KV: usize = 8;
 
 const fn narrow(columns: usize, time_us: u32) -> Variant {
     Variant { width: Width::fixed(columns, time_us), design: Design::Narrow, traced: false }
@@ -145,11 +142,11 @@ const fn wide(columns: usize, time_us: u32) -> Variant {
     Variant { width: Width::fixed(columns, time_us), design: Design::Wide, traced: false }
 }
 
-/// Refuses dimensions that the kernels are not written for, of one of `ranks` ranks.
+/// Refuses dimensions that the kernels are not written for.
 ///
 /// # Errors
-/// Names the dimension, and the number of ranks of which each would have less, if there is one.
-pub fn check_shape(config: &ModelConfig, ranks: usize) -> Result<(), CudaError> {
+/// Names the dimension.
+pub fn check_shape(config: &ModelConfig) -> Result<(), CudaError> {
     let refuse = |problem: String| Err(CudaError::Shape(problem));
     if !config.hidden_size.is_multiple_of(16) {
         return refuse(format!("hidden_size {} is not a multiple of 16", config.hidden_size));
@@ -157,21 +154,7 @@ pub fn check_shape(config: &ModelConfig, ranks: usize) -> Result<(), CudaError> 
     if config.head_dim > MAX_HEAD_DIM {
         return refuse(format!("head_dim {} is over {MAX_HEAD_DIM}", config.head_dim));
     }
-    let queries = queries_per_kv(config, ranks).unwrap_or(config.num_heads / config.num_kv_heads);
-    if queries > MAX_QUERIES_PER_KV {
-        let takes = |ranks: &usize| queries_per_kv(config, *ranks).is_some_and(|queries| queries <= MAX_QUERIES_PER_KV);
-        let remedy = [2, 4, 8, 16].into_iter().find(takes);
-        let remedy = remedy.map_or("no --tp makes them fewer".into(), |ranks| format!("--tp {ranks} makes them fewer"));
-        return refuse(format!("{queries} query heads share a KV head, {MAX_QUERIES_PER_KV} is the most; {remedy}"));
-    }
     Ok(())
-}
-
-/// Query heads that share a KV head of one of `ranks` ranks: fewer than the model's where several ranks have the same
-/// KV head. `None` if the model is not cut so.
-fn queries_per_kv(config: &ModelConfig, ranks: usize) -> Option<usize> {
-    let rank = ModelPlan::for_backend(Backend::Cuda, config, ranks).ok()?.rank(0);
-    Some(rank.heads.len() / rank.kv_heads.len())
 }
 
 /// Why the wide kernel does not take a model, or a rank of one, on so many blocks; the same rule as `kWideFits` in
@@ -346,7 +329,7 @@ mod tests {
     use super::super::blocks::best_blocks;
     use super::*;
     use crate::cuda::notes::gauge::Gauge;
-    use crate::cuda::weights::heads::padded;
+    use crate::cuda::weights::heads::for_kernels;
     use crate::cuda::weights::layout::tests::{config, group, layout};
     use crate::plan::Product;
 
@@ -354,7 +337,7 @@ mod tests {
     const SMS: usize = 132;
 
     fn refusal(config: &ModelConfig, blocks: Option<usize>) -> Option<String> {
-        let layout = layout(&padded(config), 1);
+        let layout = layout(&for_kernels(config), 1);
         let blocks = blocks.unwrap_or_else(|| best_blocks(layout.plan(), SMS));
         check_wide(&Layout::new(layout.plan(), 0, blocks, config.head_dim)).err()
     }
@@ -474,7 +457,7 @@ mod tests {
     fn a_benchmark_adds_no_wide_kernel_that_does_not_take_the_model() {
         let config = ModelConfig { hidden_size: 4096, head_dim: 128, ..config(32, 8, 14_336, 128_256) };
         let adds = |blocks| {
-            let layout = layout(&padded(&config), blocks);
+            let layout = layout(&for_kernels(&config), blocks);
             let modes = [LoopMode::On, LoopMode::Off, LoopMode::Overlapped];
             let added = Gauge::new(&modes).variants(&layout);
             assert!(added.iter().any(|variant| variant.unlooped().is_some()));

@@ -19,7 +19,7 @@ use crate::cuda::kernels::variants::{
 };
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::tests::sass::{Found, arrives};
-use crate::cuda::weights::heads::padded;
+use crate::cuda::weights::heads::for_kernels;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{group, layout};
 use crate::model::format::INT4;
@@ -201,12 +201,12 @@ fn every_shape_compiles_and_its_resources_are_told() {
     let cache = Cache::at(folder.path());
     let mut jobs = Vec::new();
     for (name, config) in shapes.chain(fp8).chain(groups).chain(fixtures()) {
-        if check_shape(&config, 1).is_err() {
+        if check_shape(&config).is_err() {
             eprintln!("{name}: refused");
             continue;
         }
-        let blocks = best_blocks(layout(&padded(&config), 1).plan(), SMS);
-        let layout = Layout::new(layout(&padded(&config), 1).plan(), 0, blocks, config.head_dim);
+        let blocks = best_blocks(layout(&for_kernels(&config), 1).plan(), SMS);
+        let layout = Layout::new(layout(&for_kernels(&config), 1).plan(), 0, blocks, config.head_dim);
         check_wide(&layout).unwrap_or_else(|problem| panic!("{name}: {problem}"));
         let most_spilled = |variant: &Variant| match variant.design {
             Design::Matrix => MATRIX_SPILLS,

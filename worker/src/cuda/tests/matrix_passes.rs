@@ -221,6 +221,14 @@ fn rows_have_their_bits_qwen3() {
     check(&qwen3());
 }
 
+/// 16 and 12 query heads of a KV head, of which there are copies.
+#[test]
+fn rows_have_their_bits_many_queries() {
+    for heads in [32, 24] {
+        check(&ModelConfig { qkv_bias: true, qk_norm: heads == 24, ..shape(512, (heads, 2, 64), 1000) });
+    }
+}
+
 /// Leaves of a norm's input that are longer than narrow passes have registers for: eight eights and five of their
 /// squares.
 #[test]

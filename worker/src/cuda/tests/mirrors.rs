@@ -16,7 +16,7 @@ use crate::cuda::kernels::sources::HEADERS;
 use crate::cuda::kernels::variants::{VARIANTS, matrix_of};
 use crate::cuda::sampler::kernel as sampler;
 use crate::cuda::sampler::launch::{RowLogprobs, RowSampling, SamplerLaunch};
-use crate::cuda::weights::heads::padded;
+use crate::cuda::weights::heads::for_kernels;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{PRODUCTS, config, group, llama_8b, llama_70b};
 use crate::model::ModelConfig;
@@ -221,7 +221,7 @@ fn dealt(layout: &Layout) -> String {
 fn tiles_are_dealt_alike() {
     let Some(compiler) = compiler() else { return };
     let of_shape = |shape: Shape, ranks: usize| {
-        let config = padded(&shape.config());
+        let config = for_kernels(&shape.config());
         let plan = ModelPlan::for_backend(Backend::Cuda, &config, ranks).unwrap();
         Layout::new(&plan, ranks - 1, best_blocks(&plan, 132), config.head_dim)
     };

@@ -150,20 +150,26 @@ fn a_group_of_any_size_yields_the_tokens_of_one_gpu_in_fp8() {
 
 /// Blocks with many row tiles of the hidden state: of 8 and 16 ranks, which have one leaf or two of o and down, warps
 /// take several sets of them at a time, all or the first. Those of 63 tiles have leaves of a norm's input that are
-/// fetched in parts.
+/// fetched in parts. And KV heads of 16 and 12 query heads, of whose copies ranks have several, one, or a part.
 #[test]
-fn ranks_of_many_tiles_a_block_yield_the_tokens_of_one_gpu() {
+fn ranks_of_unusual_shapes_yield_the_tokens_of_one_gpu() {
     if !gpu() {
         return;
     }
-    for config in [shape(2048, (16, 8, 64), 1536), shape(1008, (16, 16, 64), 1536)] {
+    let shapes = [
+        (shape(2048, (16, 8, 64), 1536), &[8, 16][..]),
+        (shape(1008, (16, 16, 64), 1536), &[8, 16]),
+        (shape(512, (32, 2, 64), 1536), &[2, 4, 8]),
+        (shape(512, (48, 4, 64), 1536), &[2, 8, 16]),
+    ];
+    for (config, sizes) in shapes {
         let config = ModelConfig { max_positions: 2048, ..config };
         let options = Options { random: Some((config.clone(), random(&config))), ..Options::default() };
         let one = request("random");
         for requests in [&greedy()[..1], &greedy()] {
             let plans = plans(requests, 40, 64, 16);
             let whole = yields(load_rank(&one, &options), plans.clone(), requests.len(), true);
-            for ranks in [8, 16].into_iter().filter(|ranks| apart(*ranks) || side_by_side(*ranks)) {
+            for ranks in sizes.iter().copied().filter(|ranks| apart(*ranks) || side_by_side(*ranks)) {
                 let way = Way { options: options.clone(), ..Way::default() };
                 let got = group_yields(group(&one, ranks, &way), &plans, requests.len(), true);
                 assert!(got == whole, "hidden size {}, {ranks} ranks, {} requests", config.hidden_size, requests.len());

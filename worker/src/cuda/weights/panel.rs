@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::heads::padded;
+use super::heads::for_kernels;
 use crate::model::{ModelConfig, WeightFormat};
 use crate::plan::stream::LAYER_PRODUCTS;
 use crate::plan::{Backend, K_STEP, Leaves, ModelPlan, Product, ROW_TILE, RankPlan};
@@ -200,7 +200,8 @@ fn run_steps(format: WeightFormat, k: Leaves) -> Option<usize> {
 pub fn takes(config: &ModelConfig) -> bool {
     let Ok(plan) = ModelPlan::for_backend(Backend::Cuda, config, 1) else { return true };
     let has_runs = |product: Product| run_steps(product.format(&plan), product.k(&plan)).is_some();
-    config.layer_weights.group().is_none() || padded(config) == *config && LAYER_PRODUCTS.into_iter().all(has_runs)
+    config.layer_weights.group().is_none()
+        || for_kernels(config).head_dim == config.head_dim && LAYER_PRODUCTS.into_iter().all(has_runs)
 }
 
 /// Tiles before a block, which are dealt in twos if no block gets fuller by it.

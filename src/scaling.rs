@@ -53,12 +53,12 @@ fn write(path: &Path, report: &Report) -> std::io::Result<()> {
                  bf16, 512 tokens of context."
             ),
             format!(
-                "Largest error: {} on 1 to {fitted} GPUs, {} on larger groups that were measured, {} on shards of \
-                 them. Floor: a GPU's bytes at 4653 GB/s.",
+                "Largest error: {} on 1 to {fitted} GPUs, {} on larger groups that were measured, {} on shards of them.",
                 percent(Steps::Fitted),
                 percent(Steps::Larger),
                 percent(Steps::Shards)
             ),
+            "Floor: a GPU's bytes at 4653 GB/s.".into(),
         ],
     };
     std::fs::write(path, picture.to_string())

@@ -49,8 +49,8 @@ struct Launch {
   u8* inbox[16];
 };
 
-/// Row of the page table that attention of a slot reads. LP_NEIGHBOR, a negative control, is a slot that reads the
-/// pages of the one before it.
+/// Row of the page table of a slot whose K and V attention reads. LP_NEIGHBOR, a negative control, is a slot that reads
+/// those of the one before it (but its own 1 / rms of k).
 LP_DEVICE const u32* pages_of(const Launch& launch, u32 slot) {
 #ifdef LP_NEIGHBOR
   slot -= slot == LP_NEIGHBOR;

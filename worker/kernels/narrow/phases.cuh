@@ -39,8 +39,8 @@ struct Place {
 };
 
 /// A warp holds a leaf of a norm's input in registers for all tiles of a product, if there are registers for it (hidden
-/// sizes up to 8192). With 96 a thread longer ones spilled 1.6 to 5.6 KB, and a row of 405B took longer than 32 in a
-/// wide pass.
+/// sizes up to 8192, where there are 16 leaves). With 96 a thread longer ones spilled 1.6 to 5.6 KB, and a row of 405B
+/// took longer than 32 in a wide pass.
 constexpr bool kHoldsHidden = kHiddenSteps <= 32;
 constexpr int kHeldSteps = kHoldsHidden ? kHiddenSteps : 1;
 
@@ -55,8 +55,8 @@ struct ConsumerPhases {
       : launch(launch), shared(shared), warp(warp), consumer(launch, shared, warp), partials(launch, shared) {}
 
   LP_DEVICE void at(const Place& place, u32 stage) const { reached(launch, place.rows.step, warp, place.layer, stage); }
-  /// A product of a norm's input, of which this warp has a leaf, whose sum of squares is for the epilogue. `stage`: what
-  /// is reached when the input is there.
+  /// A product of a norm's input, of which this warp has a leaf, whose sum of squares is for the epilogue. `stage` is
+  /// reached once the input is there.
   template <class P> LP_DEVICE void multiply_normed(const Place& place, u32 vector, int squares, u32 site, u32 stage) {
     if (!Epilogue::sets<P>()) return;
     const int lane = lane_index(), g = lane >> 2, t = lane & 3;

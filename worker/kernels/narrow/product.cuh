@@ -163,12 +163,25 @@ struct Partials {
     if (lane == 0) mbarrier_arrive(shared + Shared::partials_full + 8 * buffer);
     set++;
   }
+  /// Waits until all warps have put the last set.
+  LP_DEVICE void wait_last() const {
+    const u32 last = set - 1;
+    wait_barrier(launch, shared + Shared::partials_full + 8 * (last & 1), last >> 1 & 1, kSitePartialsFull);
+    __syncwarp();
+  }
 };
 
-/// The block's share of a product, as many tiles at a time as have warps: `work` adds this warp's leaf of WIDTH tiles to
-/// sums that are zero. Where several sets are computed at a time, a warp passes on those of others behind its own work.
+/// Whether a warp without work in a product may pass over more chunks of its ring than parities tell apart (ring.cuh).
+template <class P> constexpr bool may_run_ahead() {
+  const int passed = (P::most_tiles + P::at_a_time - 1) / P::at_a_time * chunks_of<P, 1>();
+  return P::ways > 1 && kRingWarps > 1 && passed + (int)kRingWarps > 2 * (int)Shared::slots;
+}
+/// The block's share of a product, as many tiles at a time as have warps: `work` adds this warp's leaf of WIDTH tiles
+/// to sums that are zero. Where several sets are computed at a time, a warp passes on those of others behind its own
+/// work.
 template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials& partials, F&& work) {
   const int end = P::first_tile(rank_block() + 1);
+  bool passed = false;  // over chunks of the last tiles
 #pragma unroll 1
   for (int tile = P::first_tile(rank_block()); tile < end; tile += P::at_a_time) {
     float acc[2][4] = {};
@@ -177,7 +190,7 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
     const auto unit = [&](auto width) {
       constexpr int WIDTH = decltype(width)::value;
       if (mine) work(width, round, acc);
-      else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P, WIDTH>();  // another warp's
+      else if constexpr (P::ways > 1) consumer.next += round * chunks_of<P, WIDTH>(), passed = true;  // another warp's
       const int way = P::way(consumer.warp), leaf = P::leaf(consumer.warp);
       if constexpr (P::at_a_time == 2) {
         partials.template put<WIDTH>(mine, way, leaf, acc);
@@ -189,6 +202,12 @@ template <class P, class F> LP_DEVICE void each_set(Consumer& consumer, Partials
     };
     if (P::ways == 1 && tile + 1 < end) unit(Constant<2>{}); else unit(Constant<1>{});
   }
+  // All warps have put the last set, so the chunks that were passed over have landed. (None puts the next but one into
+  // its buffer before this warp has.)
+#ifndef LP_UNAWAITED  // negative control
+  if constexpr (may_run_ahead<P>())
+    if (any_lane(passed)) partials.wait_last();
+#endif
 }
 
 /// The same for a product whose leaf of activations lies in `b`.

@@ -12,8 +12,9 @@
 // memory.
 //
 // A chunk's full barrier is one of two of its slot, taken in turns: parities then alias only 4 x slots chunks apart. A
-// warp that waits for chunk n has had a chunk at most 2 x slots before it in its ring, so chunk n - 2 x slots has
-// landed, and the phase it waits for is the next.
+// warp that waits for chunk n knows that chunk n - 2 x slots has landed, so that the phase it waits for is the next: it
+// has had a chunk that lies no further back in its ring, or has waited for the warps whose chunks it passed over
+// (each_set).
 #pragma once
 
 namespace narrow {
@@ -68,8 +69,8 @@ struct Producer {
                   : leaf_bytes < kAheadBytes                             ? leaf_bytes
                                                                          : kAheadBytes;
   }
-  /// The block's share of a product: unit by unit, a leaf's k16 steps ascending. The first PACED chunks of each ring in
-  /// GROUPS groups.
+  /// The block's share of a product: unit by unit, or as many units at a time as have warps, a leaf's k16 steps
+  /// ascending. The first PACED chunks of each ring in GROUPS groups.
   template <class P, u32 GROUPS = 1, u32 PACED = kEveryChunk> LP_DEVICE void stream(const u8* product) {
     const int end = P::first_tile(rank_block() + 1);
     u32 issued = 0;  // chunks of each ring, whether it has a leaf or not

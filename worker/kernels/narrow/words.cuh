@@ -8,7 +8,8 @@
 //
 // One buffer an exchange suffices: the reader of a word contributes to what every writer of its next use waits for.
 //   x (attention, MLP)   A block that reads x owns row tiles. All attention leaves, or all of down, need their results,
-//                        and each of the block's 16 warps contributes a leaf to each tile.
+//                        and each of the block's 16 warps contributes a leaf to each tile. (Leaves that are fetched in
+//                        parts are read again for each set of tiles, the last time before the last contribution.)
 //   attention            Merges need all leaves, o needs all merges, the next x needs all of o.
 //   token                A block reads token words before its part of the next step, which all later token words need.
 //   rows (fed)           A block reads them before its part of a turn of their step. Block 0 writes the next ones once

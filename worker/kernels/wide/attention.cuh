@@ -1,8 +1,8 @@
 // Attention of a wide pass: a block's items (attention_items.cuh). A page is a stage of the ring. Warp c of a set of
 // four takes pages c, c + 4, ... of a span, which are the span's share c (attention_share.cuh): K and V are read once
 // for all columns that it has in registers. Then the shares of a set meet in shared memory. The columns (row, query
-// head) of a group are one or two n8 tiles: sets divide them, or, of a single tile, as of a row that decodes, take items
-// in turn, so that the end of one item overlaps with the pages of the next.
+// head) of a group are one or two n8 tiles: sets divide them, or, of a single tile, as of a row that decodes, take
+// items in turn, so that the end of one item overlaps with the pages of the next.
 //
 // A set has nothing to do with the stages of the other's items, nor, where all pages of a warp come to one slot
 // (kOwnPages), a warp with the pages of others: who uses a page gives it back for them, too. But a stage may be waited
@@ -197,7 +197,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
     if constexpr (QkvCut::halves && attends_elsewhere()) {
       const PairHeads heads = PairHeads::of(pair());
 #pragma unroll 1
-      for (u32 head = heads.first; head <= heads.last; head++)
+      for (u32 head = heads.first; head < heads.end; head++)
         if (head != own_kv_head()) wait_queries(consumer.launch, head, generation);
     }
   }

@@ -28,23 +28,31 @@ LP_DEVICE u32 spans_of(const Rows& rows, u32 last) {
 
 constexpr u32 kHeadBlocks = kBlocks / kKvHeads;  // those that are left over attend to nothing
 LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
-/// KV heads of the row tiles of qkv that a pair owns.
+/// KV heads, first to end, of the row tiles of qkv that a pair owns: none if it owns none.
 struct PairHeads {
-  u32 first, last;
+  u32 first, end;
 
   LP_DEVICE static constexpr PairHeads of(u32 pair) {
     const int begin = Qkv::first_tile((int)pair * 2), end = Qkv::first_tile((int)pair * 2 + 2);
-    return PairHeads{(u32)(begin / kQkvTiles), (u32)((end > begin ? end - 1 : begin) / kQkvTiles)};
+    if (begin == end) return PairHeads{0, 0};
+    return PairHeads{(u32)(begin / kQkvTiles), (u32)((end - 1) / kQkvTiles + 1)};
   }
 };
 /// Whether a block may attend to another KV head than those of its pair's row tiles.
 LP_DEVICE constexpr bool attends_elsewhere() {
   for (u32 block = 0; block < kKvHeads * kHeadBlocks; block++) {
     const PairHeads heads = PairHeads::of(block / 2);
-    if (heads.first != block / kHeadBlocks || heads.last != block / kHeadBlocks) return true;
+    for (u32 head = heads.first; head < heads.end; head++)
+      if (head != block / kHeadBlocks) return true;
   }
   return false;
 }
+constexpr bool has_heads_of_pairs() {
+  for (int pair = 0; pair < kPairs; pair++)
+    if (PairHeads::of(pair).end > kKvHeads) return false;
+  return true;
+}
+static_assert(has_heads_of_pairs(), "each has a counter");
 
 struct AttentionItem {
   u32 kv_head, last;  // the group's last row

@@ -81,9 +81,9 @@ LP_DEVICE int hidden_tiles() { return O::first_tile(block_index() + 1) - O::firs
 
 // ---- stages and slots ----
 
-/// A slot of activations takes the warp that fetches it 0.3 us, whatever its size. Where the
-/// weights that go with 8 k16 steps of a pair's tiles of o and down stream sooner, because the tiles or their bits are
-/// few, slots have 16 and take the room of a stage.
+/// A slot of activations takes the warp that fetches it 0.3 us, whatever its size. Where the weights that go with 8 k16
+/// steps of a pair's tiles of o and down stream sooner, because the tiles or their bits are few, slots have 16 and take
+/// the room of a stage.
 constexpr bool kLargeSlots = kColumns == 32 && most_tiles<O>(2) * O::fragment < 4 * 512;
 constexpr u32 kStageBytes = 32768, kStages = kColumns == 32 && !kLargeSlots ? 5 : 4;
 /// Whether a page comes with its 1 / rms of K (kQkNorm). At 64 columns there is no room for them; they are loaded.

@@ -137,7 +137,12 @@ pub fn load_with(
         }
     }
     let plan_of = |config: &ModelConfig| ModelPlan::for_backend(Backend::Cuda, config, shards);
-    let (plan, wide) = (plan_of(&model.config)?, plan_of(&for_kernels(&model.config))?);
+    let plan = plan_of(&model.config)?;
+    let computed_as = for_kernels(&model.config);
+    let wide = plan_of(&computed_as).map_err(|error| {
+        let copies = computed_as.num_kv_heads / model.config.num_kv_heads;
+        CudaError::Shape(format!("each KV head is computed as {copies}, and {error}"))
+    })?;
     let blocks = options.blocks.unwrap_or_else(|| best_blocks(&wide, gpu.facts.sms)).min(gpu.facts.sms);
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;

@@ -139,9 +139,9 @@ impl Cut {
         let mean = panels.map(|panel| panel.bytes() as f64 / blocks as f64);
         Ok(Self {
             peers: ranks - 1,
-            config: config.clone(),
             kv_heads: layout.rank().kv_heads.len(),
-            inputs: [layout.rank().heads.len() * config.head_dim, config.intermediate_size / ranks],
+            inputs: [layout.rank().heads.len() * plan.config.head_dim, config.intermediate_size / ranks],
+            config: plan.config.clone(),
             blocks,
             shares,
             mean,

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Compiles the kernel's headers as host C++ and runs them under ThreadSanitizer: the stream of a block for two shapes
-# (rings of two warps and of one), the vectors' words of several blocks, one of them without tiles, and pages of
-# attention in rings of four and five stages, and products of matrix passes in those of a pair of blocks, of leaves that
-# are several stages, one, and not whole ones; then the negative controls, which must be reported; then the sums of
-# products of 1 to 16 ranks, of which one shape's by 2 and 4 ranks run under ThreadSanitizer, too: it takes ten times as
-# long; then gate and up of wide passes, of the longest to the shortest leaves. Needs a C++20 compiler with
-# ThreadSanitizer: CXX, else c++.
+# (rings of two warps and of one) and for ranks of 4, 8 and 16, the vectors' words of several blocks, one of them
+# without tiles, and pages of attention in rings of four and five stages, and products of matrix passes in those of a
+# pair of blocks, of leaves that are several stages, one, and not whole ones; then the negative controls, which must be
+# reported; then the sums of products of 1 to 16 ranks, of which one shape's by 2 and 4 ranks run under ThreadSanitizer,
+# too: it takes ten times as long; then gate and up of wide passes, of the longest to the shortest leaves. Needs a C++20
+# compiler with ThreadSanitizer: CXX, else c++.
 set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
@@ -45,6 +45,15 @@ build shared stream.cpp "${shared[@]}"
 build own stream.cpp "${own[@]}"
 build early stream.cpp "${shared[@]}" -DLP_RELEASE_EARLY
 build unpaced stream.cpp "${shared[@]}" -DLP_UNPACED
+# A rank of four, and of eight and sixteen, whose blocks take four and eight of their eleven tiles at a time.
+ranks() { # OUT RANKS FLAGS...
+    build "$1" stream.cpp -DLP_LAYERS=1 -DLP_COLUMNS=1 -DLP_HIDDEN=512 -DLP_HEADS=$((16 / $2)) -DLP_KV_HEADS=1 \
+        -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=$((9984 / $2)) -DLP_BLOCKS=3 -DLP_RANKS="$2" "${@:3}"
+}
+ranks four 4
+ranks eight 8
+ranks sixteen 16
+ranks unawaited 4 -DLP_UNAWAITED
 idle=(-DLP_LAYERS=3 -DLP_COLUMNS=8 -DLP_HIDDEN=48 -DLP_HEADS=4
     -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_INTERMEDIATE=33 -DLP_BLOCKS=4)
 build words words.cpp "${words[@]}"
@@ -69,6 +78,9 @@ built
 export TSAN_OPTIONS="halt_on_error=1 exitcode=66"
 "$out/shared"
 "$out/own"
+"$out/four"
+"$out/eight"
+"$out/sixteen"
 "$out/pages"
 "$out/pages-five"
 "$out/pages-window"
@@ -77,6 +89,8 @@ for _ in 1 2 3; do
     "$out/words"
     "$out/idle"
 done
+noticed "chunks of others passed over before they have landed" unawaited "data race" "[1-9][0-9]* warps saw other" \
+    "trapped at"
 noticed "slots given back before they are read" early "data race" "saw other fragments"
 noticed "pages awaited before those of the other set have landed" unheard "data race" "[1-9][0-9]* warps saw others" \
     "waits at a barrier without an end"

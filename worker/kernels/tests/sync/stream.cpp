@@ -1,8 +1,9 @@
 // The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer
 // warp gets the fragments that the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY`
 // is the negative control: slots are given back before they are read. What full rings bring into L2 is what they were
-// told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show.
-// See run.sh.
+// told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show. Of
+// several ranks warps without a leaf pass over chunks of others; `-DLP_UNAWAITED` lets them go on before those have
+// landed. See run.sh.
 #include "emulated.h"
 
 #include "../../layout/shape.cuh"
@@ -31,11 +32,11 @@ template <class P> bool in_leaf(u64 at, u32 bytes, u64 offset, int unit, int rin
 }
 /// The fragments of a product that a warp should see: the slow definition. A fragment's first word is its offset in the
 /// weights, over 16.
-template <class P> void expect(std::vector<u32>& all, u64 offset, int leaf) {
-  if (leaf >= P::leaves) return;
-  const int end = P::first_tile(blockIdx.x + 1);
-  for (int unit = P::first_tile(blockIdx.x); unit < end; unit += 2) {
-    const int width = unit + 1 < end ? 2 : 1;
+template <class P> void expect(std::vector<u32>& all, u64 offset, int warp) {
+  const int leaf = P::leaf(warp), end = P::first_tile(blockIdx.x + 1);
+  if (warp >= P::workers) return;
+  for (int unit = P::first_tile(blockIdx.x) + P::way(warp); unit < end; unit += P::at_a_time) {
+    const int width = P::ways == 1 && unit + 1 < end ? 2 : 1;
     for (int k = leaf * P::leaf_steps; k < (leaf + 1) * P::leaf_steps; k++)
       for (int tile = 0; tile < width; tile++)
         all.push_back((u32)((offset + ((u64)unit * P::steps + k * width + tile) * P::fragment) / 16));

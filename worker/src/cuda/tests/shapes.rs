@@ -17,7 +17,6 @@ use crate::cuda::load::without_wide;
 use crate::cuda::weights::heads::for_kernels;
 use crate::cuda::weights::layout::Layout;
 use crate::cuda::weights::layout::tests::{config, group};
-
 use crate::plan::{Backend, ModelPlan};
 
 /// Multiprocessors of an H200.
@@ -113,8 +112,8 @@ fn every_published_shape_has_the_passes_that_are_written_here() {
     assert!(found == expected, "{}", found.join("\n"));
 }
 
-/// Other GPUs and parts of GPUs: 60 multiprocessors and more. Every shape has passes for any number of rows; all that fit
-/// into a GPU in bf16 have wide ones, but for three, which have them on 80.
+/// Other GPUs and parts of GPUs: 60 multiprocessors and more. Every shape has passes for any number of rows; all that
+/// fit into a GPU in bf16 have wide ones, but for three, which have them on 80.
 #[test]
 fn grids_of_any_number_of_multiprocessors_have_passes() {
     let (mut shapes, mut without_wide) = (0, Vec::new());

@@ -55,7 +55,7 @@ impl Panel {
             Product::LmHead => if alone { c.vocab_size } else { rank.vocab.len() }.div_ceil(ROW_TILE),
         };
         // On one GPU each warp of a block has a leaf, and works on two tiles at a time. A rank of a group has fewer
-        // leaves than there are warps: others work on the next tile meanwhile, so each tile comes by itself.
+        // leaves than there are warps: others work on the next tiles meanwhile, so each tile comes by itself.
         let unit = if alone || !matches!(product, Product::AttentionOut | Product::Down) { 2 } else { 1 };
         let leaves = product.leaves(plan, rank);
         let deal = match product {

@@ -1,7 +1,8 @@
-// Attention of rows that decode, one of their sequence in the pass: a span of a row and a KV head is an item. A block
-// has two sets of warps, each with items and a ring of pages of its own, so that one streams while the other begins or
-// ends an item: four consumers, one a share of the span, whose columns are the row's query heads, and a producer.
-// Shares meet in shared memory; spans of a row that has several meet in matrix_merge_spans.
+// Attention of rows that decode, one of their sequence in the pass: a KV head of a row, or of one of its spans, is an
+// item. A block has two sets of warps, each with items and a ring of pages of its own, so that one streams while the
+// other begins or ends a span: four consumers, one a share of the span, whose columns are the row's query heads, and a
+// producer. Shares meet in shared memory. Spans of a row that is an item are added by its set, those that are items
+// themselves in matrix_merge_spans.
 //
 // All four consumers wait for every page in order and give it back, so parities cannot alias.
 #pragma once
@@ -25,20 +26,26 @@ static_assert(kSpanSlots >= 2 && kAttendSpansShared <= kSharedMost, "a page that
 
 // ---- items ----
 
+/// A span: an item, or of a row that is one (`whole`).
 struct SpanItem {
   u32 kv_head, row, place, slot, position, first, last;  // pages of the span that the row sees
+  bool begins, ends;                                     // whether it is the row's first, and last
+
+  LP_DEVICE bool whole() const { return place == kWhole; }
+  LP_DEVICE bool only() const { return whole() && begins && ends; }
 };
-/// The set's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp
-/// calls next.
+/// The spans of the set's items, the longest item first. Each lane looks at one of 32 rounds, so that none waits for
+/// loads. A whole warp calls next.
 struct SpanItems {
   const Launch& launch;
   const Pass& pass;
   u32 set, round = 0, word = 0, place = 0, position = 0, slot = 0;
+  u32 page = 0;  // where the row's next span begins; 0: there is none
 
   LP_DEVICE bool next(SpanItem& item) {
     const u32 count = pass.span_count * kKvHeads, unit = blockIdx.x * kSpanSets + set, units = gridDim.x * kSpanSets;
-    if (round % 32 == 0) {
-      const u32 index = item_index(round + lane_index(), unit, units);
+    if (page == 0 && round++ % 32 == 0) {
+      const u32 index = item_index(round - 1 + lane_index(), unit, units);
       if (index < count) {
         const u32* span = pass.attend_spans + index / kKvHeads * 2;
         word = load_relaxed_u32(span), place = load_relaxed_u32(span + 1);
@@ -46,12 +53,13 @@ struct SpanItems {
         position = row.position, slot = row.slot;
       }
     }
-    const u32 index = item_index(round, unit, units), of = round % 32, span = shuffle(word, of) >> 16,
-              at = shuffle(position, of);
-    item = SpanItem{index % kKvHeads, shuffle(word, of) & 0xffff, shuffle(place, of), shuffle(slot, of), at,
-                    max(first_visible(at) / kPage, span * kSpanPages),
-                    min(at / kPage, span * kSpanPages + kSpanPages - 1)};
-    round++;
+    const u32 index = item_index(round - 1, unit, units), of = (round - 1) % 32, row = shuffle(word, of),
+              to = shuffle(place, of), at = shuffle(position, of), seen = first_visible(at) / kPage,
+              first = page > 0 ? page : to == kWhole ? seen : max(seen, (row >> 16) * kSpanPages),
+              last = min(at / kPage, first | (kSpanPages - 1));
+    item = SpanItem{index % kKvHeads, row & 0xffff, to, shuffle(slot, of), at, first, last, first == seen,
+                    last == at / kPage};
+    page = item.whole() && !item.ends ? last + 1 : 0;
     return index < count;
   }
 };
@@ -241,9 +249,38 @@ struct SpanShare {
   }
 };
 
-/// The four shares of an item's columns 8 n on, ascending: each warp adds a quarter of the dimensions.
+/// What the spans of a row add up to, ascending: a query head's reference and sum.
+struct SpanSums {
+  float reference = kMinusInfinity, total = 0;
+  float keep, factor;  // what outputs of the spans before are multiplied by, and those of the last one
+
+  LP_DEVICE void add(float its, float sum) {
+    const float now = fmaxf(reference, its);
+    keep = rescale(reference, now), factor = rescale(its, now);
+    total = fmaf(keep, total, factor * sum), reference = now;
+  }
+};
+/// A warp's part of a row that is an item: columns 2 t and 2 t + 1 of a tile, a quarter of the dimensions.
+struct RowSums {
+  SpanSums column[kQueryTiles][2];
+  float out[kQueryTiles][kDimTiles / 4][4];
+
+  LP_DEVICE void clear() {
+#pragma unroll
+    for (u32 n = 0; n < kQueryTiles; n++) {
+      column[n][0] = column[n][1] = SpanSums();
+#pragma unroll
+      for (u32 i = 0; i < kDimTiles / 4; i++)
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) out[n][i][k] = 0;
+    }
+  }
+};
+
+/// The four shares of a span's columns 8 n on, ascending: each warp adds a quarter of the dimensions. A row's span is
+/// added to `row`, and the last one writes what they add up to.
 LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const SpanItem& item, u32 n,
-                    const SpanShare& share) {
+                    const SpanShare& share, RowSums& row) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (u32 j = 0; j < kDimTiles; j++)
@@ -266,10 +303,14 @@ LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const Spa
     total[0] = fmaf(factor[s][0], __uint_as_float(its[s].y), total[0]);
     total[1] = fmaf(factor[s][1], __uint_as_float(its[s].w), total[1]);
   }
-  const bool only = item.place == kOnlySpan;
-  const float inverse[2] = {only ? raised(reciprocal_approx(total[0])) : 1,
-                            only ? raised(reciprocal_approx(total[1])) : 1};
-  if (!only && number == 0 && g == 0) {
+  const bool whole = item.whole(), added = whole && !item.only();
+  float inverse[2];
+#pragma unroll
+  for (u32 c = 0; c < 2; c++) {
+    if (added) row.column[n][c].add(reference[c], total[c]);
+    inverse[c] = raised(reciprocal_approx(added ? row.column[n][c].total : total[c]));
+  }
+  if (!whole && number == 0 && g == 0) {
 #pragma unroll
     for (u32 c = 0; c < 2; c++)
       if (8 * n + 2 * t + c < kQueriesPerKv) {
@@ -289,7 +330,15 @@ LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const Spa
       out[2] = fmaf(factor[s][0], __uint_as_float(v.z), out[2]);
       out[3] = fmaf(factor[s][1], __uint_as_float(v.w), out[3]);
     }
-    if (only) {
+    if (added) {
+#pragma unroll
+      for (u32 k = 0; k < 4; k++) {
+        const SpanSums& column = row.column[n][k % 2];
+        out[k] = row.out[n][i][k] = fmaf(column.keep, row.out[n][i][k], column.factor * out[k]);
+      }
+    }
+    if (whole) {
+      if (!item.ends) continue;
       // Lanes then have dimensions 2 t and 2 t + 1 of column g.
       const u32 low = transpose_8x8(bf16_pair(out[0] * inverse[0], out[1] * inverse[1])),
                 high = transpose_8x8(bf16_pair(out[2] * inverse[0], out[3] * inverse[1])),
@@ -309,12 +358,13 @@ LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const Spa
   barrier_sync(1 + set, kSpanShares * 32);
 }
 
-/// A consumer's share of the set's items.
+/// A consumer's share of the spans of the set's items.
 LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32 number, SpanRing& ring) {
   SpanItems items{launch, pass, set};
   SpanItem item;
   SpanQueries queries, next;
   SpanShare share;
+  RowSums row;
   bool any = items.next(item);
   // Without items too: who waits for this launch waits for all before it.
   wait_launch_before();
@@ -325,6 +375,7 @@ LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32
     const bool more = items.next(ahead);
     if (more) next.load(launch, ahead);
     share.clear();
+    if (item.begins) row.clear();
 #pragma unroll 1
     for (u32 page = item.first; page <= item.last; page++, ring.next()) {
       hold_up();
@@ -337,7 +388,8 @@ LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32
       if (lane_index() == 0) mbarrier_arrive(ring.empty() + (never ? 8192 : 0));
     }
 #pragma unroll
-    for (u32 n = 0; n < kQueryTiles; n++) meet(launch, ring.shared + SpanRing::bytes, set, number, item, n, share);
+    for (u32 n = 0; n < kQueryTiles; n++)
+      meet(launch, ring.shared + SpanRing::bytes, set, number, item, n, share, row);
     item = ahead, queries = next, any = more;
   }
 }
@@ -380,23 +432,21 @@ extern "C" __global__ void __launch_bounds__(matrix::kMergeSpansThreads)
               place = load_relaxed_u32(pass.merges + job / kHeads * 2 + 1), row = word & 0xffff, spans = word >> 16,
               head = job % kHeads;
     const float* from = span_part(launch, place, head / kQueriesPerKv, head % kQueriesPerKv);
-    float reference = kMinusInfinity, total = 0, out[kPairs][2] = {};
+    SpanSums sums;
+    float out[kPairs][2] = {};
 #pragma unroll 4
     for (u32 span = 0; span < spans; span++) {
       const float* part = from + (u64)span * kKvHeads * (Memory::span_bytes / 4);
-      const u64 sums = load_relaxed_u64(part);
-      const float its = __uint_as_float((u32)sums), now = fmaxf(reference, its), keep = rescale(reference, now),
-                  factor = rescale(its, now);
-      total = fmaf(keep, total, factor * __uint_as_float((u32)(sums >> 32)));
+      const u64 its = load_relaxed_u64(part);
+      sums.add(__uint_as_float((u32)its), __uint_as_float((u32)(its >> 32)));
 #pragma unroll
       for (u32 i = 0; i < kPairs; i++) {
         const u64 pair = load_relaxed_u64(part + 2 + 64 * i + 2 * lane);
-        out[i][0] = fmaf(keep, out[i][0], factor * __uint_as_float((u32)pair));
-        out[i][1] = fmaf(keep, out[i][1], factor * __uint_as_float((u32)(pair >> 32)));
+        out[i][0] = fmaf(sums.keep, out[i][0], sums.factor * __uint_as_float((u32)pair));
+        out[i][1] = fmaf(sums.keep, out[i][1], sums.factor * __uint_as_float((u32)(pair >> 32)));
       }
-      reference = now;
     }
-    const float inverse = raised(reciprocal_approx(total));
+    const float inverse = raised(reciprocal_approx(sums.total));
 #pragma unroll
     for (u32 i = 0; i < kPairs; i++) {
       const u32 dim = 64 * i + 2 * lane;

@@ -107,7 +107,8 @@ LP_DEVICE float* span_part(const Launch& launch, u32 place, u32 kv_head, u32 que
                                   ((u64)place * kKvHeads + kv_head) * Memory::span_bytes) +
          query * (kHeadDim + 2);
 }
-constexpr u32 kOnlySpan = ~0u;
+/// In place of a place, or of a part: all that rows see.
+constexpr u32 kWhole = ~0u;
 
 /// CUT: of a pass whose tiles are cut by spans, or some of them.
 template <bool CUT> struct TileItem {
@@ -115,7 +116,7 @@ template <bool CUT> struct TileItem {
 
   LP_DEVICE u32 row() const { return tile & 0xffff; }
   LP_DEVICE u32 rows() const { return tile >> 16; }
-  LP_DEVICE bool whole() const { return !CUT || part == kOnlySpan; }
+  LP_DEVICE bool whole() const { return !CUT || part == kWhole; }
   LP_DEVICE u32 first_of_all() const { return first_visible(position) / kPage; }
   LP_DEVICE u32 last_of_all() const { return (position + rows() - 1) / kPage; }
   LP_DEVICE u32 first_page() const {

@@ -17,7 +17,7 @@ constexpr int kTokens = 128;                   // of a block of tokens: columns 
 constexpr u32 kStepBytes = kTokens * 32;       // of a k16 step of a block's activations
 constexpr u64 kResidualBytes = kTokens * 512;  // of a block's residual, 128 hidden rows
 constexpr int kMostSamples = kColumns < 512 ? kColumns : 512;  // rows of a pass that sample
-constexpr int kMostSpans = 4096;                               // spans of a pass that are merged (per KV head)
+constexpr int kMostSpans = 4096;                               // spans of a pass that are items (per KV head)
 static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
 constexpr u32 kVocabTiles = kRanks * kHeadTiles;    // of 16 vocabulary rows
@@ -120,10 +120,10 @@ struct Pass {
   // Rows of a sequence that has several in the pass, 2 * kTileTokens of them at most: {first row | rows << 16, place |
   // span << 16, or ~0: all that they see}. The longest first. Row r's part is at place + r * spans that the tile sees.
   const u32* attend_tiles;
-  // Of a row that is alone in the pass of its sequence: {row | span << 16, place, or ~0 of an only span}. The longest
-  // first. A span is 16 pages from a page that is a multiple of 16.
+  // Of a row that is alone in the pass of its sequence: {row | span << 16, place}, or {row, ~0: all that it sees}. The
+  // longest first. A span is 16 pages from a page that is a multiple of 16.
   const u32* attend_spans;
-  const u32* merges;       // of a row of several spans: {row | spans << 16, first place}
+  const u32* merges;       // of a row whose spans are items: {row | spans << 16, first place}
   const u32* samples;      // [samples] rows, ascending: column i of the logits is of row samples[i]
   // Of a pass that chooses its tokens; null: it writes logits, for the sampler behind it. 0, or how many steps the
   // chain has: those behind them choose nothing.

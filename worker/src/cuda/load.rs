@@ -35,7 +35,7 @@ use crate::grammar::Grammars;
 use crate::model::conversion::{computed, converter, weights_note};
 use crate::model::source::Source;
 use crate::model::{Checkpoint, ModelConfig, Tensor, WeightFormat};
-use crate::plan::{Backend, KvLayout, ModelPlan, Product};
+use crate::plan::{Backend, ModelPlan, Product};
 use crate::rope::Rope;
 
 /// What a step with drafts takes longer than one of as many sequences within a launch, in microseconds: 8B on an H200,
@@ -147,7 +147,7 @@ pub fn load_with(
     let layout = Layout::new(&wide, request.rank, blocks, model.config.head_dim).of_first(request.tensor_parallel);
     let max_context = model.config.context(request.max_context)?;
     let loop_mode = if request.unlooped { LoopMode::Off } else { LoopMode::On };
-    let (kernels, matrix, sampler) = kernels(&gpu, &compiler, &layout, request, (loop_mode, max_context), options)?;
+    let (kernels, matrix, sampler) = kernels(&gpu, &compiler, &layout, request, loop_mode, options)?;
 
     let mut memory = Memory::plan(&layout, request, max_context, &kernels, matrix.as_ref(), &sampler);
     memory.fit(request, &gpu)?;
@@ -288,7 +288,7 @@ fn kernels(
     compiler: &Compiler,
     layout: &Layout,
     request: &LoadRequest,
-    (loop_mode, max_context): (LoopMode, usize),
+    loop_mode: LoopMode,
     options: &Options,
 ) -> Result<(Vec<Kernel>, Option<Matrix>, SamplerKernel), CudaError> {
     let defines = &options.defines;
@@ -303,12 +303,7 @@ fn kernels(
     let most_rows = variants.iter().chain(&matrix).map(Variant::columns).max().unwrap_or(1);
     // Ranks on one GPU leave room for each other: they wait for each other.
     let blocks = options.ordinal.and(options.blocks).unwrap_or(gpu.facts.sms);
-    let room = Room {
-        max_slots: request.max_slots,
-        pages: KvLayout::pages_for(max_context),
-        blocks,
-        most_rows: request.max_batch_tokens,
-    };
+    let room = Room { max_slots: request.max_slots, blocks, most_rows: request.max_batch_tokens };
     let (kernels, matrix, sampler) = std::thread::scope(|scope| {
         let loading = scope.spawn(|| load_kernels(gpu, compiler, &cache, layout, &variants, defines));
         let load_matrix = |variant| {

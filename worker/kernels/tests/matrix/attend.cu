@@ -1,13 +1,16 @@
 // Attention of rows that decode: every bit against plain arithmetic, and times, alone and between launches that stand
-// for qkv and o. The model is that of the compiler's LP_ defines, or Llama 3.1 8B in eight layers.
+// for qkv and o; with --energy what it draws, beside plain loads of as many bytes. The model is that of the compiler's
+// LP_ defines, or Llama 3.1 8B in eight layers.
 //
 // The stand-ins stream as many weights; the first one writes queries, and K and V where each row is, which were NaN:
 // who reads them too early shows.
 #include "tests/matrix/attend.cuh"
+#include "tests/matrix/energy.cuh"
 #include "tests/matrix/fill.cuh"
 #include "tests/matrix/timing.cuh"
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 using namespace matrix;
 
@@ -44,6 +47,7 @@ LP_DEVICE void stream(const u8* from, u64 bytes) {
   }
   if (all == 0x12345) trap();  // so that the loads are needed
 }
+__global__ void __launch_bounds__(512) read_all(const u8* from, u64 bytes) { stream(from, bytes); }
 /// Queries, and K and V where each row is: numbers of the layer, or NaN.
 LP_DEVICE void project(const Launch& launch, u32 layer, bool none) {
   const auto value = [&](u64 index) {
@@ -245,8 +249,9 @@ static void forget_all() {
 template <class F> static float microseconds(const F& work) { return milliseconds<9>(work) * 1000; }
 
 constexpr u32 kMostRows = 512, kStride = 80, kMostPages = 6144;
-/// Rows at these positions, each alone of its sequence; pages in order, or anywhere. Bytes of K and V that are read.
-static u64 make_pass(const std::vector<u32>& positions, bool shuffled) {
+/// Rows at these positions, each alone of its sequence, as items or by spans; pages in order, or anywhere. Bytes of K
+/// and V that are read.
+static u64 make_pass(const std::vector<u32>& positions, bool shuffled, bool whole) {
   std::vector<Row> rows;
   std::vector<u32> table(kMostRows * kStride, 0), merges;
   struct Span {
@@ -269,11 +274,12 @@ static u64 make_pass(const std::vector<u32>& positions, bool shuffled) {
     for (u32 page = 0; page <= position / kPage; page++) table[row * kStride + page] = (u64)next++ * step % all;
     const u32 first = kWindow && position + 1 > kWindow ? (position + 1 - kWindow) / kPage : 0, last = position / kPage;
     const u32 of = last / kSpanPages - first / kSpanPages + 1;
-    for (u32 span = first / kSpanPages; span <= last / kSpanPages; span++) {
+    if (whole || of == 1) spans.push_back(Span{last - first + 1, row, kWhole});
+    for (u32 span = first / kSpanPages; !whole && of > 1 && span <= last / kSpanPages; span++) {
       const u32 begin = std::max(first, span * kSpanPages), end = std::min(last + 1, (span + 1) * kSpanPages);
-      spans.push_back(Span{end - begin, row | span << 16, of > 1 ? places + span - first / kSpanPages : ~0u});
+      spans.push_back(Span{end - begin, row | span << 16, places + span - first / kSpanPages});
     }
-    if (of > 1) merges.insert(merges.end(), {row | of << 16, places}), places += of;
+    if (!whole && of > 1) merges.insert(merges.end(), {row | of << 16, places}), places += of;
     bytes += ((u64)(last - first) * kPageBytes + (position % kPage / 8 + 1) * kGroupBytes) * kKvHeads;
   }
   if (places > kMostSpans) printf("too many spans\n"), exit(1);
@@ -318,10 +324,10 @@ static void print_trace(const Candidate& by) {
            of(0), of(0.1), of(0.5), of(0.9), of(1));
   }
 }
-static bool run(const char* name, const std::vector<u32>& positions, bool shuffled, double best) {
-  const u64 bytes = make_pass(positions, shuffled);
+static bool run(const char* name, const std::vector<u32>& positions, bool shuffled, double best, bool whole = false) {
+  const u64 bytes = make_pass(positions, shuffled, whole);
   const double least = bytes / best * 1e-3;
-  printf("%s: %u spans, %u merges, %.1f MB a layer, %.1f us at %.0f GB/s\n", name, pass.span_count, pass.merge_count,
+  printf("%s%s: %u items, %u merges, %.1f MB a layer, %.1f us at %.0f GB/s\n", name, whole ? ", whole" : "", pass.span_count, pass.merge_count,
          bytes * 1e-6, least, best);
   bool good = true;
   forget_all();
@@ -365,8 +371,23 @@ static bool run(const char* name, const std::vector<u32>& positions, bool shuffl
   return good;
 }
 
+static void print_energies(u32 rows, u32 position) {
+  std::vector<u32> positions;
+  for (u32 row = 0; row < rows; row++) positions.push_back(position + row * 37 % 16);
+  const u64 bytes = make_pass(positions, true, true), layer_bytes = (u64)kMostPages * kKvHeads * kPageBytes;
+  printf("%u rows at %u: %.1f MB\n", rows, position, bytes * 1e-6);
+  print_energy("attention", kLayers, [] {
+    for (u32 layer = 0; layer < kLayers; layer++) attend(candidates()[0], layer);
+  });
+  print_energy("loads", kLayers, [&] {
+    for (u32 layer = 0; layer < kLayers; layer++)
+      read_all<<<2 * multiprocessors, 512>>>(launch.kv + layer * layer_bytes, bytes);
+  });
+}
+
 int main(int count, char** arguments) {
-  const double best = count > 1 ? atof(arguments[1]) : 4650;  // GB/s that reading can reach
+  const bool energy = count > 1 && !strcmp(arguments[1], "--energy");
+  const double best = count > 1 && !energy ? atof(arguments[1]) : 4650;  // GB/s that reading can reach
   int multi;
   CHECK(cudaDeviceGetAttribute(&multi, cudaDevAttrMultiProcessorCount, 0));
   multiprocessors = multi;
@@ -399,6 +420,11 @@ int main(int count, char** arguments) {
     for (u32 row = 0; row < rows; row++) positions.push_back((u32)(100 * pow(40, (row * 97 % rows + 0.5) / rows)));
     return positions;
   };
+  if (energy) {
+    fill<<<1024, 256>>>((u16*)(launch.words + Memory::queries), (u64)kMostRows * kHeads * kHeadDim, 21, 0);
+    print_energies(256, 480), print_energies(224, 1040);
+    return 0;
+  }
   bool good = true;
   good &= run("64 rows x 512", equal(64), true, best);
   good &= run("128 rows x 512", equal(128), true, best);
@@ -406,7 +432,18 @@ int main(int count, char** arguments) {
   good &= run("256 rows x 512", equal(256), true, best);
   good &= run("512 rows x 512", equal(512), true, best);
   good &= run("128 rows x 448 to 575", ragged(128), true, best);
-  good &= run("64 rows x 100 to 4000", mixed(64), true, best);
-  good &= run("256 rows x 100 to 4000", mixed(256), true, best);
+  const auto at = [](u32 rows, u32 position) {
+    std::vector<u32> positions;
+    for (u32 row = 0; row < rows; row++) positions.push_back(position + row * 37 % 64);
+    return positions;
+  };
+  for (bool whole : {false, true}) {
+    good &= run("64 rows x 100 to 4000", mixed(64), true, best, whole);
+    good &= run("256 rows x 100 to 4000", mixed(256), true, best, whole);
+    good &= run("64 rows x 1040 to 1103", at(64, 1040), true, best, whole);
+    good &= run("224 rows x 1040 to 1103", at(224, 1040), true, best, whole);
+    good &= run("96 rows x 2040 to 2103", at(96, 2040), true, best, whole);
+    good &= run("40 rows x 4000 to 4063", at(40, 4000), true, best, whole);
+  }
   return !good;
 }

@@ -1,5 +1,6 @@
 // The kernels of matrix_decoder.cu but attention's: every bit that they write against plain arithmetic, and their
-// times. The model is that of the compiler's LP_ defines, or Llama 3.1 8B; weights are random.
+// times; with --energy what products draw. The model is that of the compiler's LP_ defines, or Llama 3.1 8B; weights are
+// random.
 //
 // Products are checked on the inputs that the kernels themselves have written, sums by chains of mma.sync.
 #ifndef LP_LAYERS
@@ -10,9 +11,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <cuda_runtime.h>
 #include <vector>
 #include "matrix_decoder.cu"
+#include "tests/matrix/energy.cuh"
 #include "tests/matrix/fill.cuh"
 #include "tests/matrix/timing.cuh"
 
@@ -402,6 +405,29 @@ static void time_all(u32 rows, Cut cut) {
   if (cut == Cut::kPair) time_product<GateUp>("gate/up", matrix_gate_up, rows);
   time_product<Down>("down", kDownKernels.of(cut), rows);
 }
+/// Products of passes of so many rows, which read what the layers' first products have written.
+static void print_energies(u32 rows) {
+  make_rows(rows);
+  printf("%u rows\n", rows);
+  const Cut cut = rows > 256 ? Cut::kPair : rows > 128 ? Cut::kHalves : Cut::kQuads;
+  fill<<<1024, 256>>>((u16*)(launch.words + Memory::attention_out), (u64)kTokenBlocks * O::steps * kStepBytes / 2, 9,
+                      0);
+  start(matrix_embed, 0, false);
+  start(matrix_norms, 0, false);
+  start(matrix_qkv, 0);
+  start(matrix_out, 0);
+  start(matrix_norms, 0, false);
+  start(matrix_gate_up, 0);
+  const auto print = [](const char* name, Kernel kernel) {
+    print_energy(name, kLayers, [&] {
+      for (u32 layer = 0; layer < kLayers; layer++) start(kernel, layer);
+    });
+  };
+  print("qkv", kQkvKernels.of(cut == Cut::kQuads ? Cut::kHalves : Cut::kPair));
+  print("o", kOutKernels.of(cut));
+  print("gate/up", matrix_gate_up);
+  print("down", kDownKernels.of(cut));
+}
 /// The LM head of so many rows, with logits for the sampler or with the choice of tokens.
 static void time_head(u32 samples) {
   make_rows(std::min<u32>(3 * samples, kColumns));
@@ -416,7 +442,7 @@ static void time_head(u32 samples) {
   printf("head of %3u rows: %8.3f ms with logits, %8.3f ms with tokens\n", samples, logits, chosen);
 }
 
-int main() {
+int main(int arguments, char** argument) {
   int count;
   CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0));
   multiprocessors = count;
@@ -457,6 +483,11 @@ int main() {
   deal<Down><<<1, 1>>>(tiles + Tiles::down);
   deal<Head><<<1, 1>>>(tiles + Tiles::head);
   CHECK(cudaDeviceSynchronize());
+  if (arguments > 1 && !strcmp(argument[1], "--energy")) {
+    for (u32 rows : {128, 256, 512, 2048})
+      if (rows <= kColumns) print_energies(rows);
+    return 0;
+  }
   bool good = true;
   const auto check_all = [&](std::initializer_list<u32> of, Cut cut) {
     for (u32 rows : of)

@@ -1,21 +1,19 @@
 //! Who attends to what in matrix passes, and which rows sample (kernels/matrix/layout.cuh).
 //!
 //! Rows of a sequence that has several in a pass are cut into tiles, and where these are fewer than blocks, by spans,
-//! too. A row that is alone of its sequence is computed span by span. Spans of one row are merged behind that. Longest
-//! first: what is left over at the end is short. But before others come those that the last layer needs, too: of the
-//! rows that sample.
+//! too. A row that is alone of its sequence is an item, or, where sets of warps would idle, each of its spans is. Spans
+//! that are items are merged behind that. Longest first: what is left over at the end is short. But before others come
+//! those that the last layer needs, too: of the rows that sample.
 
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use super::deal::most_spans;
 use super::launch::{ROW_SAMPLE, Row};
 use super::variants::TOKEN_BLOCK;
 use crate::plan::PAGE_POSITIONS;
 
 /// Pages of a span. The first page of one is a multiple of this.
 const SPAN_PAGES: usize = 16;
-const SPAN_POSITIONS: usize = SPAN_PAGES * PAGE_POSITIONS;
 /// Bits of a row's number; what goes with it is above them.
 const ROW_BITS: usize = 16;
 const ROW_MASK: u32 = (1 << ROW_BITS) - 1;
@@ -23,8 +21,16 @@ const ROW_MASK: u32 = (1 << ROW_BITS) - 1;
 /// rows behind 4096 and 6144 positions: 196 and 240 us by blocks that all have as many pages, 78 and 109, where whole
 /// tiles take 133 and 176 us for 96 and 128 pages of the longest.
 const CUT_COST: usize = 7;
-/// In place of a place: the row has no other span.
-const ONLY_SPAN: u32 = u32::MAX;
+/// Sets of warps of a block, each with rows, or spans of them, of its own.
+const SPAN_SETS: usize = 2;
+/// What a set takes for an item beside its pages, in pages: to begin and to end it, and to merge it. 8B, 64 and 224 rows
+/// at 1040: 73.4 and 247 us by spans, 67.1 and 225 by rows.
+const ITEM_COST: usize = 1;
+/// Memory is the limit as long as one set of so many has pages left. 40 rows at 4000 in two rounds, the second of a
+/// fifth of the sets: 171 us, by spans 154, by their bytes 142.
+const SETS_A_STREAM: usize = 3;
+/// In place of a place: all that the rows see.
+const WHOLE: u32 = u32::MAX;
 
 /// What a matrix pass has room for beside its columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,9 +49,9 @@ pub struct Items {
     /// {first row | rows << 16, place | span << 16} of each span of a tile: the place of its first row, behind which
     /// come those of other spans, and then those of other rows. Or, of all that the rows see, no place.
     pub tiles: Vec<[u32; 2]>,
-    /// {row | span << 16, place} of each span of a row that is alone.
+    /// Of rows that are alone: {row | span << 16, place} of each span, or, of all that the row sees, {row, no place}.
     pub spans: Vec<[u32; 2]>,
-    /// {row | spans << 16, first place} of each row of several spans.
+    /// {row | spans << 16, first place} of each row whose spans are items.
     pub merges: Vec<[u32; 2]>,
     /// Rows that sample, ascending.
     pub samples: Vec<u32>,
@@ -74,7 +80,7 @@ impl Last {
 impl Items {
     /// Whether tiles are cut by spans.
     pub fn is_cut(&self) -> bool {
-        self.tiles.iter().any(|[_, part]| *part != ONLY_SPAN)
+        self.tiles.iter().any(|[_, part]| *part != WHOLE)
     }
 
     /// Adds the rows that sample, and puts what the last layer needs first. Both parts of a list keep their order.
@@ -113,18 +119,37 @@ impl Bounds {
         rows * (2 * Self::most_spans(pages) + 4)
     }
 
-    /// How many places to be merged from a row at `position` takes, there and in the steps before, at most: a window
-    /// touches a span less here and there.
-    pub fn most_places(&self, position: usize) -> usize {
-        let pages = self.window.map_or(usize::MAX, |window| (window - 1).div_ceil(PAGE_POSITIONS) + 1);
-        let spans = most_spans(pages.min(position / PAGE_POSITIONS + 1), SPAN_PAGES);
-        Some(spans.min(position / SPAN_POSITIONS + 1)).filter(|spans| *spans > 1).unwrap_or(0)
-    }
-
     /// The pages that a row at `position` sees.
     fn pages(&self, position: usize) -> Range<usize> {
         let first = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
         first / PAGE_POSITIONS..position / PAGE_POSITIONS + 1
+    }
+
+    /// The items of rows that are alone, each with the pages that it sees, for `sets` sets of warps: all cut by spans, or
+    /// only those of more than a set's share of pages, whichever takes less time.
+    fn row_items(&self, rows: &[(usize, Range<usize>)], sets: usize) -> RowItems {
+        let share = rows.iter().map(|(_, pages)| pages.len()).sum::<usize>() / sets;
+        let [cut, whole] = [0, share].map(|most| self.rows_cut(rows, most));
+        if whole.time(sets) < cut.time(sets) { whole } else { cut }
+    }
+
+    /// Rows that see more than `most` pages and several spans are cut, as long as there are places.
+    fn rows_cut(&self, rows: &[(usize, Range<usize>)], most: usize) -> RowItems {
+        let mut items = RowItems::default();
+        for (row, pages) in rows {
+            let spans = spans_of(pages);
+            if spans.len() == 1 || pages.len() <= most || items.places + spans.len() > self.spans {
+                items.parts.push((pages.len(), [word(*row, 0), WHOLE]));
+                continue;
+            }
+            items.merges.push([word(*row, spans.len()), items.places as u32]);
+            for span in spans {
+                items.parts.push((seen_of(pages, span).len(), [word(*row, span), items.places as u32]));
+                items.places += 1;
+            }
+        }
+        items.parts.sort_by_key(|(pages, _)| Reverse(*pages));
+        items
     }
 
     /// Adds tiles; cut by spans, as long as there are places behind the first `places`, where that makes up for what it
@@ -143,21 +168,22 @@ impl Bounds {
         let mut parts = Vec::new();
         for tile in tiles {
             let (pages, word) = (self.tile_pages(rows, &tile), word(tile.start, tile.len()));
-            let spans = pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES);
+            let spans = spans_of(&pages);
             let taken = tile.len() * spans.len();
             if !is_cut || spans.len() == 1 || places + taken > self.spans {
-                parts.push((pages.len(), [word, ONLY_SPAN]));
+                parts.push((pages.len(), [word, WHOLE]));
                 continue;
             }
             for (index, row) in tile.enumerate() {
-                let seen = self.spans(rows[row].position as usize);
+                let seen = spans_of(&self.pages(rows[row].position as usize));
                 let first = places + index * spans.len() + seen.start - spans.start;
                 to.merges.push([self::word(row, seen.len()), first as u32]);
             }
-            parts.extend(spans.clone().map(|span| {
-                let seen = pages.start.max(span * SPAN_PAGES)..pages.end.min((span + 1) * SPAN_PAGES);
-                (seen.len(), [word, self::word(places + span - spans.start, span)])
-            }));
+            parts.extend(
+                spans
+                    .clone()
+                    .map(|span| (seen_of(&pages, span).len(), [word, self::word(places + span - spans.start, span)])),
+            );
             places += taken;
         }
         parts.sort_by_key(|(pages, _)| Reverse(*pages));
@@ -170,50 +196,70 @@ impl Bounds {
         first.start..last.end
     }
 
-    /// The spans that they are in.
-    fn spans(&self, position: usize) -> Range<usize> {
-        let pages = self.pages(position);
-        pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES)
-    }
-
     /// The items of a pass of these rows, `step` steps on, in tiles of up to `tile_rows` rows, of which the blocks of a
     /// KV head compute `at_once` side by side. Rows that are past their last position have none, but their places among
     /// the samples.
     pub fn items(&self, rows: &[Row], step: u32, (tile_rows, at_once): (usize, usize)) -> Items {
         let mut items = Items::default();
         let mut tiles = Vec::new();
-        // By the pages that are read.
-        let mut spans = Vec::new();
-        let mut places = 0;
+        // Those that are alone, with the pages that they see.
+        let mut lone = Vec::new();
         let mut first = 0;
         for sequence in rows.chunk_by(|row, next| row.first_row == next.first_row) {
             let end = first + sequence.len();
             if let [row] = sequence {
                 let position = row.position + step;
                 if position <= row.last_position {
-                    let (pages, of) = (self.pages(position as usize), self.spans(position as usize));
-                    let several = of.len() > 1;
-                    for span in of.clone() {
-                        let seen = pages.start.max(span * SPAN_PAGES)..pages.end.min((span + 1) * SPAN_PAGES);
-                        let place = if several { (places + span - of.start) as u32 } else { ONLY_SPAN };
-                        spans.push((seen.len(), [word(first, span), place]));
-                    }
-                    if several {
-                        items.merges.push([word(first, of.len()), places as u32]);
-                        places += of.len();
-                    }
+                    lone.push((first, self.pages(position as usize)));
                 }
             } else {
                 tiles.extend((first..end).step_by(tile_rows).map(|start| start..(start + tile_rows).min(end)));
             }
             first = end;
         }
+        let RowItems { parts, merges, places } = self.row_items(&lone, (SPAN_SETS * at_once).max(1));
+        items.spans = parts.into_iter().map(|(_, part)| part).collect();
+        items.merges = merges;
         self.add_tiles(rows, tiles, (at_once, places), &mut items);
-        spans.sort_by_key(|(pages, _)| Reverse(*pages));
-        items.spans = spans.into_iter().map(|(_, span)| span).collect();
         items.add_samples(rows);
         items
     }
+}
+
+/// Rows that are alone, as items.
+#[derive(Default)]
+struct RowItems {
+    /// Pages and words of each, the longest first.
+    parts: Vec<(usize, [u32; 2])>,
+    merges: Vec<[u32; 2]>,
+    /// Places of the merges.
+    places: usize,
+}
+
+impl RowItems {
+    /// How long `sets` sets of warps take, in pages. A set computes one of `sets` items after the other, the next ones in
+    /// the opposite order, as the kernel does.
+    fn time(&self, sets: usize) -> usize {
+        let mut left = vec![0; sets];
+        for (index, (pages, _)) in self.parts.iter().enumerate() {
+            let (round, place) = (index / sets, index % sets);
+            left[if round.is_multiple_of(2) { place } else { sets - 1 - place }] += pages + ITEM_COST;
+        }
+        left.sort_unstable_by_key(|pages| Reverse(*pages));
+        left.push(0);
+        let at_least = sets.div_ceil(SETS_A_STREAM);
+        left.windows(2).zip(1..).map(|(two, busy)| (two[0] - two[1]) * at_least.max(busy)).sum()
+    }
+}
+
+/// The spans in which pages are.
+fn spans_of(pages: &Range<usize>) -> Range<usize> {
+    pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES)
+}
+
+/// Those of the pages that are in a span.
+fn seen_of(pages: &Range<usize>, span: usize) -> Range<usize> {
+    pages.start.max(span * SPAN_PAGES)..pages.end.min((span + 1) * SPAN_PAGES)
 }
 
 /// The rows that sample, ascending.
@@ -254,9 +300,9 @@ mod tests {
         let items = ALL.items(&rows, 0, (32, 4));
         // Tiles end at positions 1032 and 39, where rows sample, and at 1031 and 31.
         let tiles = [74 | 1 << 16, 33 | 8 << 16, 42 | 32 << 16, 1 | 32 << 16];
-        assert_eq!(items.tiles, tiles.map(|tile| [tile, ONLY_SPAN]));
-        let whole = [[41, 0], [41 | 1 << 16, 1], [75, ONLY_SPAN], [76, 3]];
-        assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, ONLY_SPAN], [76 | 1 << 16, 4]]].concat());
+        assert_eq!(items.tiles, tiles.map(|tile| [tile, WHOLE]));
+        let whole = [[41, 0], [41 | 1 << 16, 1], [75, WHOLE], [76, 3]];
+        assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, WHOLE], [76 | 1 << 16, 4]]].concat());
         assert_eq!(items.merges, [[41 | 3 << 16, 0], [76 | 2 << 16, 3]]);
         assert_eq!(items.samples, [0, 40, 41, 74, 75, 76]);
         assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 2 });
@@ -298,10 +344,10 @@ mod tests {
         let rows = pass(&[(2047, 1)]);
         let mut rows = [rows[0]; 1];
         rows[0].last_position = 3000;
-        let spans = |step| bounds.items(&rows, step, (8, 0)).spans;
+        let spans = |step| bounds.items(&rows, step, (8, 16)).spans;
         assert_eq!(spans(0), [[1 << 16, 1], [0, 0]]);
         assert_eq!(spans(1), [[1 << 16, 0], [2 << 16, 1]]);
-        assert_eq!(Bounds { window: Some(1), ..ALL }.items(&rows, 0, (8, 0)).spans, [[1 << 16, ONLY_SPAN]]);
+        assert_eq!(Bounds { window: Some(1), ..ALL }.items(&rows, 0, (8, 16)).spans, [[0, WHOLE]], "all that it sees");
     }
 
     struct Random(u64);
@@ -355,7 +401,7 @@ mod tests {
                 let (from, to) = (all.start / 16, all.end.div_ceil(16));
                 let (place, span) = (part & 0xffff, (part >> 16) as usize);
                 let pages = match part {
-                    ONLY_SPAN => all,
+                    WHOLE => all,
                     _ => all.start.max(16 * span)..all.end.min(16 * span + 16),
                 };
                 assert!(pages.len() <= std::mem::replace(&mut read, pages.len()), "longest first");
@@ -363,7 +409,7 @@ mod tests {
                     let seen = bounds.pages(row.position as usize);
                     let of_row = seen.end.min(pages.end).saturating_sub(seen.start.max(pages.start));
                     tiled[first + index] += of_row;
-                    if part != ONLY_SPAN {
+                    if part != WHOLE {
                         let place = place + (index * (to - from)) as u32;
                         assert!(used.insert(place), "a place is used once");
                         if of_row > 0 {
@@ -372,10 +418,19 @@ mod tests {
                     }
                 }
             }
+            let mut read = usize::MAX;
             for &[word, place] in &items.spans {
                 let (row, span) = ((word & 0xffff) as usize, (word >> 16) as usize);
-                spans[row].push((span, place));
-                assert!(place == ONLY_SPAN || used.insert(place), "a place is used once");
+                let pages = bounds.pages(rows[row].position as usize);
+                let part = if place == WHOLE { pages.clone() } else { seen_of(&pages, span) };
+                assert!(part.len() <= std::mem::replace(&mut read, part.len()), "longest first");
+                assert!(place == WHOLE || used.insert(place), "a place is used once");
+                if place == WHOLE {
+                    assert!(span == 0 && spans[row].is_empty(), "nothing else of the row");
+                    spans[row] = spans_of(&pages).map(|span| (span, WHOLE)).collect();
+                } else {
+                    spans[row].push((span, place));
+                }
             }
             assert_eq!(used.iter().copied().collect::<Vec<_>>(), (0..used.len() as u32).collect::<Vec<_>>());
             for (place, [word, _]) in items.merges.iter().enumerate() {
@@ -400,44 +455,45 @@ mod tests {
                 };
                 assert_eq!(spans.iter().map(|(span, _)| *span).collect::<Vec<_>>(), expected);
                 assert!(spans.len() <= Bounds::most_spans(position / 64 + 1));
-                let merged = if spans.len() > 1 { spans.len() } else { 0 };
-                assert!(
-                    (merged..=merged + 2).contains(&bounds.most_places(position))
-                        && merged <= bounds.most_places(position + 255)
-                );
-                places += merged;
+                places += spans.iter().filter(|(_, place)| *place != WHOLE).count();
                 let merge = items.merges.iter().find(|[word, _]| (*word & 0xffff) as usize == row);
                 match merge {
                     Some([word, first]) => {
                         assert_eq!((*word >> 16) as usize, spans.len());
                         assert!((*first..).zip(spans.iter()).all(|(place, (_, of))| place == *of), "ascending");
                     }
-                    None => assert_eq!(spans[0].1, ONLY_SPAN),
+                    None => assert!(spans.iter().all(|(_, place)| *place == WHOLE)),
                 }
             }
-            assert!(places <= used.len() && used.len() <= bounds.spans.max(places));
+            assert!(places <= used.len() && used.len() <= bounds.spans);
             assert_eq!(items.samples, samples(&rows).collect::<Vec<_>>());
             let words = 2 * items.tiles.len() + 2 * (items.spans.len() + items.merges.len()) + rows.len();
             assert!(words <= Bounds::most_words(rows.len(), 9200usize.div_ceil(64)));
         }
     }
 
+    /// (rows that are whole, items of those that are cut) of rows at these positions, of 16 blocks a KV head.
+    fn cut(positions: &[usize], spans: usize) -> (usize, usize) {
+        let rows = pass(&positions.iter().map(|position| (*position, 1)).collect::<Vec<_>>());
+        let items = Bounds { spans, ..ALL }.items(&rows, 0, (32, 16)).spans;
+        let whole = items.iter().filter(|[_, place]| *place == WHOLE).count();
+        (whole, items.len() - whole)
+    }
+
     #[test]
-    fn places_are_bounded_in_the_steps_before_a_position_too() {
-        for window in [None, Some(1), Some(2), Some(64), Some(65), Some(1024), Some(1025), Some(5000), Some(8192)] {
-            let bounds = Bounds { window, ..ALL };
-            let mut most = 0;
-            for position in 0..20_000 {
-                most = most.max(Some(bounds.spans(position).len()).filter(|spans| *spans > 1).unwrap_or(0));
-                let bound = bounds.most_places(position);
-                let seen = position < window.unwrap_or(usize::MAX);
-                assert!(
-                    bound == most || !seen && bound == most.max(1) + 1,
-                    "{bound} for {most} at {position}, {window:?}"
-                );
-            }
-            assert_eq!(bounds.most_places(20_000), most, "{window:?}");
-        }
+    fn rows_of_a_crowd_are_whole_and_those_that_would_hold_it_up_are_cut() {
+        assert_eq!([32, 64, 224].map(|rows| cut(&vec![1040; rows], 4096)), [(32, 0), (64, 0), (224, 0)]);
+        assert_eq!(cut(&[1040; 8], 4096), (0, 16), "of 32 sets 24 would idle");
+        assert_eq!(cut(&[4000; 40], 4096), (0, 160), "in the second round, too");
+        assert_eq!(cut(&[4000; 96], 4096), (96, 0));
+        let mut long = vec![1040; 200];
+        long[77] = 60_000;
+        assert_eq!(cut(&long, 4096), (199, 59));
+        // Rows that have no place.
+        assert_eq!([17, 16].map(|spans| cut(&[1040; 8], spans)), [(0, 16); 2]);
+        assert_eq!([15, 2, 1].map(|spans| cut(&[1040; 8], spans)), [(1, 14), (7, 2), (8, 0)]);
+        assert_eq!(cut(&[1_000_000; 4], 4096), (0, 4 * 977));
+        assert_eq!(cut(&[1_100_000; 4], 4096), (1, 3 * 1075));
     }
 
     /// Rows that end before others of a chain have no items, and keep their columns.
@@ -446,6 +502,6 @@ mod tests {
         let mut rows = pass(&[(10, 1), (20, 1)]);
         rows[1].last_position = 25;
         let items = ALL.items(&rows, 1, (32, 0));
-        assert_eq!((items.spans, items.samples), (vec![[1, ONLY_SPAN]], vec![0, 1]));
+        assert_eq!((items.spans, items.samples), (vec![[1, WHOLE]], vec![0, 1]));
     }
 }

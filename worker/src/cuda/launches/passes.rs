@@ -153,13 +153,10 @@ impl Passes {
 fn fitting(width: &Width, rows: &[Row]) -> usize {
     let within = &rows[..rows.len().min(width.columns)];
     let Some(bounds) = width.bounds else { return undrafted(rows, within.len()) };
-    let (mut taken, mut samples, mut spans) = (0, 0, 0);
+    let (mut taken, mut samples) = (0, 0);
     for sequence in within.chunk_by(|row, next| row.slot == next.slot) {
         samples += sequence.iter().filter(|row| row.sample).count();
-        if let [row] = sequence {
-            spans += bounds.most_places(row.position as usize);
-        }
-        if samples > bounds.samples || spans > bounds.spans {
+        if samples > bounds.samples {
             break;
         }
         taken += sequence.len();
@@ -240,13 +237,12 @@ mod tests {
         assert_eq!(sizes(&rows(&[true; 230])), [100, 100, 30]);
         let prompts: Vec<bool> = (0..101).flat_map(|_| chunk(7, true)).collect();
         assert_eq!(sizes(&rows(&prompts)), [700, 7], "a sequence stays whole");
-        // Two spans each: rows of prompts take no place, rows that decode do.
+        // However far on they are: spans that have no place are not cut.
         let mut far = rows(&[vec![true; 90], chunk(200, true)].concat());
-        far.iter_mut().for_each(|row| row.position += 1024);
-        assert_eq!(sizes(&far), [25, 25, 25, 215]);
+        far.iter_mut().for_each(|row| row.position += 100_000);
+        assert_eq!(sizes(&far), [290]);
         let passes = Passes::new(&mixed(), 2048, ATTENTION);
-        assert!(passes.hold(&far[..25]) && passes.hold(&far[..64]), "64 rows have another kernel");
-        assert!(!passes.hold(&far[..65]) && !passes.hold(&rows(&[true; 101])) && passes.hold(&rows(&[true; 100])));
+        assert!(!passes.hold(&rows(&[true; 101])) && passes.hold(&rows(&[true; 100])));
     }
 
     #[test]
@@ -316,25 +312,6 @@ mod tests {
         rows(&chunk(count, true))
     }
 
-    /// A window that begins with a span touches one less than in the steps before.
-    #[test]
-    fn rows_are_held_that_have_room_in_every_step_up_to_their_last() {
-        let bounds = Bounds { samples: 512, spans: 4096, window: Some(8192) };
-        let matrix = Width { bounds: Some(bounds), ..MATRIX[0] };
-        let passes = Passes::new(&[NARROW[0], matrix], 2048, ATTENTION);
-        let last = 8192 + 1023;
-        assert!(passes.hold(&rows_at(455, last)), "nine spans each at most");
-        assert!(!passes.hold(&rows_at(456, last)), "eight at the end");
-        assert_eq!(passes.of(&rows_at(512, last)).len(), 2);
-    }
-
-    /// Rows that sample, each of a sequence of its own, at a position.
-    fn rows_at(count: usize, position: u32) -> Vec<Row> {
-        let mut rows = rows(&vec![true; count]);
-        rows.iter_mut().for_each(|row| row.position = position);
-        rows
-    }
-
     /// Rows of several sequences, (first position, rows) each.
     #[test]
     fn rows_of_a_sequence_far_on_are_computed_where_they_share_its_pages() {
@@ -358,13 +335,6 @@ mod tests {
         assert_eq!([2000, 8000].map(|position| columns_of(&of_four, &[(position, 1); 8])), [8, 32]);
         assert_eq!([2000, 8000].map(|position| columns_of(&of_four, &[(position, 1); 2])), [8, 8]);
         assert_eq!(columns_of(&of_four, &[(60_000, 1)]), 1);
-        // The row that decodes has room for one of its two spans at most.
-        let bounds = Bounds { spans: 1, ..BOUNDS };
-        let narrow_room = [&all()[..], &[Width { bounds: Some(bounds), ..MATRIX[0] }]].concat();
-        let passes = Passes::new(&narrow_room, 2048, ATTENTION);
-        let row = |slot, position| LaunchRow { slot, position, ..LaunchRow::default() };
-        let rows: Vec<_> = (15_000..15_040).map(|at| row(0, at)).chain([row(1, 1500)]).collect();
-        assert_eq!((passes.columns_for(&rows, 1), passes.columns_for(&rows[..40], 1)), (64, 1024));
     }
 
     /// As far on as the rows of many steps come, and no farther.
@@ -379,15 +349,6 @@ mod tests {
         let turn = (2000..8000).find(|position| columns(*position, 9000, 1) == 32).expect("wide passes far on");
         assert_eq!((columns(turn - 1, 9000, 1), columns(turn - 1, 9000, 2)), (8, 32));
         assert_eq!((columns(turn - 200, 9000, 256), columns(turn - 200, turn - 1, 256)), (32, 8));
-        // A matrix pass must have room in the last step, in which each row has two of its 50 spans.
-        let rows = |count: u32, position| {
-            let row = LaunchRow { position, last_position: 9000, flags: ROW_SAMPLE, ..LaunchRow::default() };
-            (0..count).map(|slot| LaunchRow { slot, ..row }).collect::<Vec<_>>()
-        };
-        let passes = Passes::new(&[&NARROW[..], &MATRIX].concat(), 2048, ATTENTION);
-        assert_eq!(passes.columns_for(&rows(25, 1030), 100), 1024);
-        assert!(std::panic::catch_unwind(|| passes.columns_for(&rows(26, 1000), 100)).is_err());
-        assert_eq!(passes.columns_for(&rows(26, 1000), 2), 1024);
     }
 
     #[test]

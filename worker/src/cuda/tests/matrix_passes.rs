@@ -154,6 +154,10 @@ fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits], sees_othe
     }
 }
 
+/// Blocks of a KV head with which rows that decode are items, and with which each of their spans is.
+const WHOLE_ROWS: usize = 1;
+const CUT_ROWS: usize = 1000;
+
 /// A sequence's length, of any number of pages.
 fn length(slot: usize) -> usize {
     1 + (slot * 397 + 60) % (CONTEXT - 12)
@@ -176,6 +180,7 @@ fn check_crowds(model: &mut Model, sees_others: bool) {
         let row = |slot: &usize| if *slot < FIRST_EMPTY { last(*slot) } else { (*slot as u32, 7, 100 + *slot as u32) };
         let rows: Vec<_> = slots.iter().map(row).collect();
         matrix_only(model, true);
+        model.decoder.decoder.launcher.attend_by(if round % 2 == 0 { WHOLE_ROWS } else { CUT_ROWS });
         let got = model.step(&rows, &vec![true; rows.len()], Some(BATCH_TOKENS));
         for (slot, got) in slots.iter().zip(got) {
             match expected.get(*slot) {
@@ -186,7 +191,13 @@ fn check_crowds(model: &mut Model, sees_others: bool) {
     }
     let rows: Vec<_> = (0..FIRST_EMPTY).map(last).collect();
     let steps = 9;
-    let chain = model.many_steps(&rows, steps);
+    let chains = [WHOLE_ROWS, CUT_ROWS].map(|blocks| {
+        matrix_only(model, true);
+        model.decoder.decoder.launcher.attend_by(blocks);
+        model.many_steps(&rows, steps)
+    });
+    assert!(chains[0] == chains[1], "rows that are whole, and cut by spans");
+    let [chain, _] = chains;
     matrix_only(model, false);
     for (first, rows) in rows.chunks(8).enumerate() {
         let narrow = model.many_steps(rows, steps);

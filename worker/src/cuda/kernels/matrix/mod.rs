@@ -112,8 +112,6 @@ impl Pass {
 pub struct Room {
     /// Sequences that are computed at a time.
     pub max_slots: usize,
-    /// Pages that a row sees at most.
-    pub pages: usize,
     /// Blocks of a launch at most.
     pub blocks: usize,
     /// Rows of a step at most.
@@ -150,14 +148,14 @@ impl Matrix {
     /// Compiles (or finds) the kernels for a model, with more `#define`s than their own, and loads them.
     ///
     /// # Errors
-    /// They do not compile, do not fit the GPU, or a row may see more pages than they have room for.
+    /// They do not compile, or do not fit the GPU.
     pub fn load(
         gpu: &Arc<Gpu>,
         compiler: &Compiler,
         cache: &Cache,
         layout: &Layout,
         variant: Variant,
-        Room { max_slots, pages, blocks, most_rows }: Room,
+        Room { max_slots, blocks, most_rows }: Room,
         defines: &[(&'static str, u64)],
     ) -> Result<Self, CudaError> {
         let does_not_fit = |problem: String| {
@@ -179,11 +177,6 @@ impl Matrix {
         }
         let threads = functions[Phase::GateUp as usize].threads();
         assert_eq!(u64::from(threads), needs.product_threads, "a product's launch bounds are its threads");
-        let spans = Bounds::most_spans(pages);
-        if spans as u64 > needs.most_spans {
-            let most = needs.most_spans;
-            return does_not_fit(format!("a row may see {spans} spans, more than {most}: lower --max-context"));
-        }
         let pairs = layout.ranks() > 1 && most_rows > variant.columns();
         let c = &layout.plan().config;
         let blocks = (blocks.min(needs.most_blocks as usize) & !3).max(4) as u32;

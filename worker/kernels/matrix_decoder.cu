@@ -32,10 +32,12 @@ using matrix::Memory;
 using matrix::Tiles;
 
 /// {bytes of memory, shared bytes and threads of a product, rows that sample and spans that are merged at most, tokens
-/// of an item of attend_tiles, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most}
-extern "C" __device__ const u64 matrix_decoder_needs[9] = {
+/// of an item of attend_tiles, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most, sets of
+/// warps of a block of attend_spans}
+extern "C" __device__ const u64 matrix_decoder_needs[10] = {
     Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
-    matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared, matrix::kMostBlocks};
+    matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared, matrix::kMostBlocks,
+    matrix::kSpanSets};
 
 /// Of an exchange that copy engines carry (ranks.cuh), from the begin of words on: {x, bytes of x of a block of tokens,
 /// sums, those that go out, bytes of a part of them and of a run of a part, tokens of a block and of a run; behind o

@@ -53,11 +53,11 @@ struct SpanItems {
         position = row.position, slot = row.slot;
       }
     }
-    const u32 index = item_index(round - 1, unit, units), of = (round - 1) % 32, row = shuffle(word, of),
+    const u32 index = item_index(round - 1, unit, units), of = (round - 1) % 32, what = shuffle(word, of),
               to = shuffle(place, of), at = shuffle(position, of), seen = first_visible(at) / kPage,
-              first = page > 0 ? page : to == kWhole ? seen : max(seen, (row >> 16) * kSpanPages),
+              first = page > 0 ? page : to == kWhole ? seen : max(seen, (what >> 16) * kSpanPages),
               last = min(at / kPage, first | (kSpanPages - 1));
-    item = SpanItem{index % kKvHeads, row & 0xffff, to, shuffle(slot, of), at, first, last, first == seen,
+    item = SpanItem{index % kKvHeads, what & 0xffff, to, shuffle(slot, of), at, first, last, first == seen,
                     last == at / kPage};
     page = item.whole() && !item.ends ? last + 1 : 0;
     return index < count;
@@ -135,7 +135,7 @@ struct SpanQueries {
   }
 };
 
-/// A share of an item: of tile n, columns 8 n + 2 t and + 1.
+/// A share of a span: of tile n, columns 8 n + 2 t and + 1.
 struct SpanShare {
   float reference[kQueryTiles][2], total[kQueryTiles][2];
   float out[kQueryTiles][kDimTiles][4];  // dimensions 16 j + g and + 8
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
   attend_spans(launch, pass, set, warp % kSpanShares, ring);
 }
 
-/// Rows of several spans, which are added ascending: a warp has a row's query head.
+/// Rows whose spans are items, which are added ascending: a warp has a row's query head.
 extern "C" __global__ void __launch_bounds__(matrix::kMergeSpansThreads)
     matrix_merge_spans(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32) {
   using namespace matrix;

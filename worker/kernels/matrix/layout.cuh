@@ -17,7 +17,7 @@ constexpr int kTokens = 128;                   // of a block of tokens: columns 
 constexpr u32 kStepBytes = kTokens * 32;       // of a k16 step of a block's activations
 constexpr u64 kResidualBytes = kTokens * 512;  // of a block's residual, 128 hidden rows
 constexpr int kMostSamples = kColumns < 512 ? kColumns : 512;  // rows of a pass that sample
-constexpr int kMostSpans = 4096;                               // spans of a pass that are items (per KV head)
+constexpr int kMostSpans = 4096;                               // spans of a pass that are merged (per KV head)
 static_assert(kColumns % kTokens == 0, "whole blocks of tokens");
 constexpr int kTokenBlocks = kColumns / kTokens, kSampleBlocks = kMostSamples / kTokens;
 constexpr u32 kVocabTiles = kRanks * kHeadTiles;    // of 16 vocabulary rows
@@ -65,7 +65,7 @@ struct Memory {
   static constexpr u64 head_inverse = head_x + (u64)kSampleBlocks * kHiddenTiles * kStepBytes;
   // [token] {position, (page * kPage + position % kPage) << 1 | whether it is the last of several rows of its sequence}
   static constexpr u64 places = head_inverse + (u64)kMostSamples * 4;
-  // Of a span of a row that has several: [place][kv head][query head]: reference, sum, [d] outputs, f32.
+  // Of a span that is merged: [place][kv head][query head]: reference, sum, [d] outputs, f32.
   static constexpr u64 spans = places + (u64)kColumns * 8;
   static constexpr u64 span_bytes = (u64)kQueriesPerKv * (kHeadDim + 2) * 4;
   // Of a block of a product whose K is cut (product.cuh): sums that the others of its tile tell it, of two units in

@@ -327,8 +327,8 @@ static void print_trace(const Candidate& by) {
 static bool run(const char* name, const std::vector<u32>& positions, bool shuffled, double best, bool whole = false) {
   const u64 bytes = make_pass(positions, shuffled, whole);
   const double least = bytes / best * 1e-3;
-  printf("%s%s: %u items, %u merges, %.1f MB a layer, %.1f us at %.0f GB/s\n", name, whole ? ", whole" : "", pass.span_count, pass.merge_count,
-         bytes * 1e-6, least, best);
+  printf("%s%s: %u items, %u merges, %.1f MB a layer, %.1f us at %.0f GB/s\n", name, whole ? ", whole" : "",
+         pass.span_count, pass.merge_count, bytes * 1e-6, least, best);
   bool good = true;
   forget_all();
   for (u32 layer = 0; layer < kLayers; layer++) {

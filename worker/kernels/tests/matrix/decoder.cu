@@ -1,6 +1,6 @@
 // The kernels of matrix_decoder.cu but attention's: every bit that they write against plain arithmetic, and their
-// times; with --energy what products draw. The model is that of the compiler's LP_ defines, or Llama 3.1 8B; weights are
-// random.
+// times; with --energy what products draw. The model is that of the compiler's LP_ defines, or Llama 3.1 8B; weights
+// are random.
 //
 // Products are checked on the inputs that the kernels themselves have written, sums by chains of mma.sync.
 #ifndef LP_LAYERS

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# run.sh [--compile | --energy] [decoder] [attend]: the kernels of matrix passes alone, their bits and times, on a Hopper
-# GPU; or whether they compile, or what they draw. Needs nvcc (or NVCC, which names one).
+# run.sh [--compile | --energy] [decoder] [attend]: the kernels of matrix passes alone, their bits and times, on a
+# Hopper GPU; or whether they compile, or what they draw. Needs nvcc (or NVCC, which names one).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(mktemp -d)

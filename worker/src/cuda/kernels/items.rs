@@ -21,16 +21,25 @@ const ROW_MASK: u32 = (1 << ROW_BITS) - 1;
 /// rows behind 4096 and 6144 positions: 196 and 240 us by blocks that all have as many pages, 78 and 109, where whole
 /// tiles take 133 and 176 us for 96 and 128 pages of the longest.
 const CUT_COST: usize = 7;
-/// Sets of warps of a block, each with rows, or spans of them, of its own.
-const SPAN_SETS: usize = 2;
-/// What a set takes for an item beside its pages, in pages: to begin and to end it, and to merge it. 8B, 64 and 224 rows
-/// at 1040: 73.4 and 247 us by spans, 67.1 and 225 by rows.
+/// What a set takes for an item beside its pages, in pages: to begin, to end and to merge it; and what all sets take for
+/// the launch that merges, in pages each. 8B, 64 and 224 rows at 1040: 73.4 and 247 us by spans, 67.1 and 225 by rows.
 const ITEM_COST: usize = 1;
+const MERGE_COST: usize = 2;
 /// Memory is the limit as long as one set of so many has pages left. 40 rows at 4000 in two rounds, the second of a
 /// fifth of the sets: 171 us, by spans 154, by their bytes 142.
 const SETS_A_STREAM: usize = 3;
 /// In place of a place: all that the rows see.
 const WHOLE: u32 = u32::MAX;
+
+/// How attention is divided among blocks: what those of a KV head compute side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AtOnce {
+    /// Rows of a tile at most.
+    pub tile_rows: usize,
+    pub tiles: usize,
+    /// Rows that are alone, or spans of them; each by a set of warps.
+    pub rows: usize,
+}
 
 /// What a matrix pass has room for beside its columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,12 +134,19 @@ impl Bounds {
         first / PAGE_POSITIONS..position / PAGE_POSITIONS + 1
     }
 
-    /// The items of rows that are alone, each with the pages that it sees, for `sets` sets of warps: all cut by spans, or
-    /// only those of more than a set's share of pages, whichever takes less time.
+    /// The items of rows that are alone, each with the pages that it sees, the longest first, for `sets` sets of warps:
+    /// all rows whole, or those of more than a set's share of pages cut by spans, or all, whichever takes least time.
     fn row_items(&self, rows: &[(usize, Range<usize>)], sets: usize) -> RowItems {
-        let share = rows.iter().map(|(_, pages)| pages.len()).sum::<usize>() / sets;
-        let [cut, whole] = [0, share].map(|most| self.rows_cut(rows, most));
-        if whole.time(sets) < cut.time(sets) { whole } else { cut }
+        let sets = sets.max(1);
+        let whole = self.rows_cut(rows, usize::MAX);
+        let pages: usize = rows.iter().map(|(_, pages)| pages.len()).sum();
+        let spans: usize = rows.iter().map(|(_, pages)| spans_of(pages).len()).sum();
+        // No cut is faster than even shares of all spans.
+        if spans == rows.len() || whole.time(sets) <= pages + spans * ITEM_COST {
+            return whole;
+        }
+        let cut = [pages / sets, 0].map(|most| self.rows_cut(rows, most));
+        [whole].into_iter().chain(cut).min_by_key(|items| items.time(sets)).expect("three")
     }
 
     /// Rows that see more than `most` pages and several spans are cut, as long as there are places.
@@ -196,10 +212,9 @@ impl Bounds {
         first.start..last.end
     }
 
-    /// The items of a pass of these rows, `step` steps on, in tiles of up to `tile_rows` rows, of which the blocks of a
-    /// KV head compute `at_once` side by side. Rows that are past their last position have none, but their places among
-    /// the samples.
-    pub fn items(&self, rows: &[Row], step: u32, (tile_rows, at_once): (usize, usize)) -> Items {
+    /// The items of a pass of these rows, `step` steps on. Rows that are past their last position have none, but their
+    /// places among the samples.
+    pub fn items(&self, rows: &[Row], step: u32, at_once: AtOnce) -> Items {
         let mut items = Items::default();
         let mut tiles = Vec::new();
         // Those that are alone, with the pages that they see.
@@ -213,14 +228,16 @@ impl Bounds {
                     lone.push((first, self.pages(position as usize)));
                 }
             } else {
-                tiles.extend((first..end).step_by(tile_rows).map(|start| start..(start + tile_rows).min(end)));
+                let rows = at_once.tile_rows;
+                tiles.extend((first..end).step_by(rows).map(|start| start..(start + rows).min(end)));
             }
             first = end;
         }
-        let RowItems { parts, merges, places } = self.row_items(&lone, (SPAN_SETS * at_once).max(1));
+        lone.sort_by_key(|(_, pages)| Reverse(pages.len()));
+        let RowItems { parts, merges, places } = self.row_items(&lone, at_once.rows);
         items.spans = parts.into_iter().map(|(_, part)| part).collect();
         items.merges = merges;
-        self.add_tiles(rows, tiles, (at_once, places), &mut items);
+        self.add_tiles(rows, tiles, (at_once.tiles, places), &mut items);
         items.add_samples(rows);
         items
     }
@@ -237,8 +254,8 @@ struct RowItems {
 }
 
 impl RowItems {
-    /// How long `sets` sets of warps take, in pages. A set computes one of `sets` items after the other, the next ones in
-    /// the opposite order, as the kernel does.
+    /// How long `sets` sets of warps take, in pages. A set computes one of `sets` items after the other, the next ones
+    /// in the opposite order, as the kernel does.
     fn time(&self, sets: usize) -> usize {
         let mut left = vec![0; sets];
         for (index, (pages, _)) in self.parts.iter().enumerate() {
@@ -248,7 +265,8 @@ impl RowItems {
         left.sort_unstable_by_key(|pages| Reverse(*pages));
         left.push(0);
         let at_least = sets.div_ceil(SETS_A_STREAM);
-        left.windows(2).zip(1..).map(|(two, busy)| (two[0] - two[1]) * at_least.max(busy)).sum()
+        let items: usize = left.windows(2).zip(1..).map(|(two, busy)| (two[0] - two[1]) * at_least.max(busy)).sum();
+        if self.merges.is_empty() { items } else { items + sets * MERGE_COST }
     }
 }
 
@@ -268,6 +286,7 @@ pub fn samples(rows: &[Row]) -> impl Iterator<Item = u32> {
 }
 
 fn word(row: usize, with: usize) -> u32 {
+    assert!(with <= ROW_MASK as usize, "a span of {with}: no sequence has so many positions");
     (row | with << ROW_BITS) as u32
 }
 
@@ -292,16 +311,21 @@ mod tests {
         rows
     }
 
+    /// Of blocks of a KV head, two sets of warps each.
+    fn by(tile_rows: usize, blocks: usize) -> AtOnce {
+        AtOnce { tile_rows, tiles: blocks, rows: 2 * blocks }
+    }
+
     const ALL: Bounds = Bounds { samples: 512, spans: 4096, window: None };
 
     #[test]
     fn a_pass_of_prompts_and_decoding_rows_is_cut_as_the_kernels_read_it() {
         let rows = pass(&[(100, 1), (0, 40), (3000, 1), (1000, 33), (1023, 1), (1024, 1)]);
-        let items = ALL.items(&rows, 0, (32, 4));
+        let items = ALL.items(&rows, 0, by(32, 4));
         // Tiles end at positions 1032 and 39, where rows sample, and at 1031 and 31.
         let tiles = [74 | 1 << 16, 33 | 8 << 16, 42 | 32 << 16, 1 | 32 << 16];
         assert_eq!(items.tiles, tiles.map(|tile| [tile, WHOLE]));
-        let whole = [[41, 0], [41 | 1 << 16, 1], [75, WHOLE], [76, 3]];
+        let whole = [[41, 0], [41 | 1 << 16, 1], [76, 3], [75, WHOLE]];
         assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, WHOLE], [76 | 1 << 16, 4]]].concat());
         assert_eq!(items.merges, [[41 | 3 << 16, 0], [76 | 2 << 16, 3]]);
         assert_eq!(items.samples, [0, 40, 41, 74, 75, 76]);
@@ -311,7 +335,7 @@ mod tests {
     #[test]
     fn the_last_layer_needs_the_blocks_of_rows_that_sample() {
         let mut rows = pass(&[(0, 200), (1000, 100), (0, 212)]);
-        let last = |rows: &[Row]| ALL.items(rows, 0, (32, 4)).last;
+        let last = |rows: &[Row]| ALL.items(rows, 0, by(32, 4)).last;
         assert_eq!(last(&rows), Last { blocks: 0b1110, tiles: 3, merges: 0 });
         rows[511].flags = 0;
         assert_eq!(last(&rows), Last { blocks: 0b0110, tiles: 2, merges: 0 });
@@ -324,30 +348,31 @@ mod tests {
     #[test]
     fn few_tiles_are_cut_by_spans() {
         let rows = pass(&[(100, 1), (1023, 2), (3000, 1)]);
-        let items = ALL.items(&rows, 0, (32, 2));
+        let items = ALL.items(&rows, 0, by(32, 2));
         assert_eq!(items.tiles, [[1 | 2 << 16, 3], [1 | 2 << 16, 4 | 1 << 16]], "behind the three spans of row 3");
         assert_eq!(items.merges, [[3 | 3 << 16, 0], [2 | 2 << 16, 5], [1 | 1 << 16, 3]], "row 1 does not sample");
         assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 2 });
-        let whole = |at_once, bounds: Bounds| bounds.items(&rows, 0, (32, at_once)).tiles.len() == 1;
+        let whole = |at_once, bounds: Bounds| bounds.items(&rows, 0, by(32, at_once)).tiles.len() == 1;
         assert!(whole(1, ALL), "there are no fewer tiles than blocks");
         assert!(whole(2, Bounds { spans: 6, ..ALL }) && !whole(2, Bounds { spans: 7, ..ALL }));
         // Tiles that are equally long: a few blocks more do not make up for what parts cost.
         let equal = pass(&[(1023, 2), (1023, 2), (1023, 2)]);
-        let tiles = |at_once| ALL.items(&equal, 0, (32, at_once)).tiles.len();
+        let tiles = |at_once| ALL.items(&equal, 0, by(32, at_once)).tiles.len();
         assert_eq!([3, 4, 5, 6].map(tiles), [3, 3, 3, 6]);
     }
 
     #[test]
     fn a_window_begins_in_the_span_of_its_first_page() {
-        let bounds = Bounds { window: Some(1025), ..ALL };
-        // It sees positions 1023 to 2047, so the last page of span 0; a position later it does not.
-        let rows = pass(&[(2047, 1)]);
+        let bounds = Bounds { window: Some(2049), ..ALL };
+        // It sees positions 1023 to 3071, so the last page of span 0; a position later it does not.
+        let rows = pass(&[(3071, 1)]);
         let mut rows = [rows[0]; 1];
-        rows[0].last_position = 3000;
-        let spans = |step| bounds.items(&rows, step, (8, 16)).spans;
-        assert_eq!(spans(0), [[1 << 16, 1], [0, 0]]);
-        assert_eq!(spans(1), [[1 << 16, 0], [2 << 16, 1]]);
-        assert_eq!(Bounds { window: Some(1), ..ALL }.items(&rows, 0, (8, 16)).spans, [[0, WHOLE]], "all that it sees");
+        rows[0].last_position = 4000;
+        let spans = |step| bounds.items(&rows, step, by(8, 16)).spans;
+        assert_eq!(spans(0), [[1 << 16, 1], [2 << 16, 2], [0, 0]]);
+        assert_eq!(spans(1), [[1 << 16, 0], [2 << 16, 1], [3 << 16, 2]]);
+        let one = Bounds { window: Some(1), ..ALL };
+        assert_eq!(one.items(&rows, 0, by(8, 16)).spans, [[0, WHOLE]], "all that it sees");
     }
 
     struct Random(u64);
@@ -376,7 +401,7 @@ mod tests {
                 let same = |other: Option<&Row>| other.is_some_and(|other| other.first_row == rows[row].first_row);
                 !same(rows.get(row + 1)) && !same(row.checked_sub(1).map(|row| &rows[row]))
             };
-            let items = bounds.items(&rows, 0, (tile_rows, [0, 16, 1000][round % 3]));
+            let items = bounds.items(&rows, 0, by(tile_rows, [0, 16, 1000][round % 3]));
             // Pages that are read for each row, and the places of the spans of a row of a cut tile.
             let mut tiled = vec![0; rows.len()];
             let mut spans = vec![Vec::new(); rows.len()];
@@ -472,10 +497,11 @@ mod tests {
         }
     }
 
-    /// (rows that are whole, items of those that are cut) of rows at these positions, of 16 blocks a KV head.
+    /// (rows that are whole, items of those that are cut) of rows at these positions, of 132 blocks and 8 KV heads.
     fn cut(positions: &[usize], spans: usize) -> (usize, usize) {
+        let by = AtOnce { tile_rows: 32, tiles: 16, rows: 33 };
         let rows = pass(&positions.iter().map(|position| (*position, 1)).collect::<Vec<_>>());
-        let items = Bounds { spans, ..ALL }.items(&rows, 0, (32, 16)).spans;
+        let items = Bounds { spans, ..ALL }.items(&rows, 0, by).spans;
         let whole = items.iter().filter(|[_, place]| *place == WHOLE).count();
         (whole, items.len() - whole)
     }
@@ -483,17 +509,19 @@ mod tests {
     #[test]
     fn rows_of_a_crowd_are_whole_and_those_that_would_hold_it_up_are_cut() {
         assert_eq!([32, 64, 224].map(|rows| cut(&vec![1040; rows], 4096)), [(32, 0), (64, 0), (224, 0)]);
-        assert_eq!(cut(&[1040; 8], 4096), (0, 16), "of 32 sets 24 would idle");
+        assert_eq!([33, 65, 66].map(|rows| cut(&vec![1500; rows], 4096)), [(33, 0), (65, 0), (66, 0)], "whole rounds");
+        assert_eq!(cut(&[2047; 8], 4096), (0, 16), "of 33 sets 25 would idle");
+        assert_eq!(cut(&[1040; 8], 4096), (8, 0), "for spans of a page");
         assert_eq!(cut(&[4000; 40], 4096), (0, 160), "in the second round, too");
         assert_eq!(cut(&[4000; 96], 4096), (96, 0));
         let mut long = vec![1040; 200];
         long[77] = 60_000;
         assert_eq!(cut(&long, 4096), (199, 59));
         // Rows that have no place.
-        assert_eq!([17, 16].map(|spans| cut(&[1040; 8], spans)), [(0, 16); 2]);
-        assert_eq!([15, 2, 1].map(|spans| cut(&[1040; 8], spans)), [(1, 14), (7, 2), (8, 0)]);
+        assert_eq!([16, 15].map(|spans| cut(&[2047; 8], spans)), [(0, 16), (8, 0)]);
         assert_eq!(cut(&[1_000_000; 4], 4096), (0, 4 * 977));
-        assert_eq!(cut(&[1_100_000; 4], 4096), (1, 3 * 1075));
+        assert_eq!(cut(&[1_100_000, 1_100_000, 1_100_000, 2000], 4096), (1, 3 * 1075));
+        assert_eq!(cut(&[4_000_000, 300_000, 2000], 4096), (2, 3907));
     }
 
     /// Rows that end before others of a chain have no items, and keep their columns.
@@ -501,7 +529,7 @@ mod tests {
     fn rows_that_have_ended_attend_to_nothing() {
         let mut rows = pass(&[(10, 1), (20, 1)]);
         rows[1].last_position = 25;
-        let items = ALL.items(&rows, 1, (32, 0));
+        let items = ALL.items(&rows, 1, by(32, 0));
         assert_eq!((items.spans, items.samples), (vec![[1, WHOLE]], vec![0, 1]));
     }
 }

@@ -523,9 +523,9 @@ impl Engine {
         wide.map(|(_, words)| words).chain(&self.pools.matrix).try_for_each(|words| words.fill(0xff))
     }
 
-    /// As if a KV head had so many blocks: with few of them rows that decode are whole, with many they are cut by spans.
-    pub fn attend_by(&mut self, blocks: usize) {
-        self.matrix.as_mut().expect("matrix passes").tiles_of.1 = blocks;
+    /// As if a KV head had so many sets of warps: with few of them rows that decode are whole, with many they are cut.
+    pub fn attend_by(&mut self, sets: usize) {
+        self.matrix.as_mut().expect("matrix passes").at_once.rows = sets;
     }
 
     /// Most rows of a launch that walks all phases.

@@ -213,14 +213,7 @@ impl<L: Launcher> LoopedDecoder<L> {
         if step.drafted > 0 || self.since_drafts < SOON_AFTER_DRAFTS || self.is_held() {
             return false;
         }
-        let steps = self.batch.steps_left().min(self.launcher.most_steps());
-        // As far as the launch takes them.
-        let last = |row: &batch::Row| batch::Row {
-            position: (row.position + steps - 1).min(self.batch.last_position(row.slot)).max(row.position),
-            ..*row
-        };
-        step.samples.len() == step.rows.len()
-            && self.launcher.passes().hold(&step.rows.iter().map(last).collect::<Vec<_>>())
+        step.samples.len() == step.rows.len() && self.launcher.passes().hold(&step.rows)
     }
 
     /// Whether a grammar holds a row of the step.

@@ -154,7 +154,7 @@ fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits], sees_othe
     }
 }
 
-/// Blocks of a KV head with which rows that decode are items, and with which each of their spans is.
+/// Sets of warps of a KV head with which rows that decode are items, and with which each of their spans is.
 const WHOLE_ROWS: usize = 1;
 const CUT_ROWS: usize = 1000;
 
@@ -191,9 +191,9 @@ fn check_crowds(model: &mut Model, sees_others: bool) {
     }
     let rows: Vec<_> = (0..FIRST_EMPTY).map(last).collect();
     let steps = 9;
-    let chains = [WHOLE_ROWS, CUT_ROWS].map(|blocks| {
+    let chains = [WHOLE_ROWS, CUT_ROWS].map(|sets| {
         matrix_only(model, true);
-        model.decoder.decoder.launcher.attend_by(blocks);
+        model.decoder.decoder.launcher.attend_by(sets);
         model.many_steps(&rows, steps)
     });
     assert!(chains[0] == chains[1], "rows that are whole, and cut by spans");
@@ -502,8 +502,51 @@ fn delays_and_poison_change_nothing_but_time() {
     }
 }
 
-/// What `just sanitize` runs under compute-sanitizer: prompts in tiles of attention, 32 rows that decode, span by span
-/// in matrix passes and then in wide ones, tokens that passes choose and some that the sampler does. Of SmolLM some
+/// Rows that decode behind up to four spans, whole and cut, beside pages of NaN, and with warps held up: their bits are
+/// those of narrow passes.
+#[test]
+fn rows_far_on_have_their_bits() {
+    const FAR: usize = 3600;
+    const LENGTHS: [usize; 10] = [3590, 1, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 3135];
+    if !gpu() {
+        return;
+    }
+    let windowed = features(128, 2500);
+    for config in [smol(), qwen3(), windowed] {
+        let config = ModelConfig { num_layers: 2, max_positions: FAR, ..config };
+        let all: Vec<_> = (0..).zip(LENGTHS).map(|(slot, len)| tokens(slot, len)).collect();
+        let mut rows: Vec<_> =
+            (0..).zip(&all).map(|(slot, of)| (slot, of[of.len() - 1], of.len() as u32 - 1)).collect();
+        rows.insert(5, (FIRST_EMPTY as u32, 7, 2300));
+        let samples = vec![true; rows.len()];
+        let load = |defines: &[(&'static str, u64)]| {
+            let mut model = model(&config, Options { defines: defines.to_vec(), ..Options::default() });
+            for (slot, tokens) in (0..).zip(&all) {
+                model.prompt(slot, tokens, BATCH_TOKENS, None);
+            }
+            model
+        };
+        let mut calm = load(&[]);
+        let narrow = |row: &(u32, u32, u32)| calm.step(&[*row], &[true], Some(1)).concat();
+        let expected: Vec<Bits> = rows.iter().map(narrow).collect();
+        assert_eq!(expected.iter().filter(|of| is_nan(of)).count(), 1);
+        for defines in [&[][..]].into_iter().chain(BROKEN) {
+            let mut model = load(defines);
+            matrix_only(&mut model, true);
+            for sets in [WHOLE_ROWS, CUT_ROWS] {
+                model.decoder.decoder.launcher.attend_by(sets);
+                let got = model.step(&rows, &samples, Some(BATCH_TOKENS));
+                for ((row, got), expected) in rows.iter().zip(&got).zip(&expected) {
+                    let both_nan = is_nan(got) && is_nan(expected);
+                    assert!(got == expected || both_nan, "{defines:?}, {sets} sets, position {}", row.2);
+                }
+            }
+        }
+    }
+}
+
+/// What `just sanitize` runs under compute-sanitizer: prompts in tiles of attention, 32 rows that decode, in matrix
+/// passes and then in wide ones, tokens that passes choose and some that the sampler does. Of SmolLM some
 /// blocks have no tile of gate and up, others none of o and down.
 #[test]
 fn sanitized() {

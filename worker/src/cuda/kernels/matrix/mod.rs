@@ -15,7 +15,7 @@ use crate::cuda::error::CudaError;
 use crate::cuda::kernels::cache::Cache;
 use crate::cuda::kernels::compile::{Compiler, Resources};
 use crate::cuda::kernels::function::{Begin, Function};
-use crate::cuda::kernels::items::{Bounds, Last};
+use crate::cuda::kernels::items::{AtOnce, Bounds, Last};
 use crate::cuda::kernels::launch::Launch;
 use crate::cuda::kernels::module::Module;
 use crate::cuda::kernels::variants::{TOKEN_BLOCK, Variant, Width};
@@ -49,6 +49,8 @@ struct Needs {
     spans_shared: u64,
     /// Blocks of a launch, at most.
     most_blocks: u64,
+    /// Sets of warps of a block of attention of spans, each with items of its own.
+    span_sets: u64,
 }
 
 /// How many numbers the source says of itself.
@@ -125,8 +127,8 @@ pub struct Matrix {
     pub width: Width,
     /// What they are given room for.
     pub bounds: Bounds,
-    /// Rows of a tile of attention, at most, and how many tiles the blocks of a KV head compute at once.
-    pub tiles_of: (usize, usize),
+    /// How attention is divided among the blocks of a launch.
+    pub at_once: AtOnce,
     /// What the compiler said that they take: the most registers of a kernel, and what all spill.
     pub resources: Option<Resources>,
     /// Whether the binary came from the cache.
@@ -180,6 +182,7 @@ impl Matrix {
         let pairs = layout.ranks() > 1 && most_rows > variant.columns();
         let c = &layout.plan().config;
         let blocks = (blocks.min(needs.most_blocks as usize) & !3).max(4) as u32;
+        let heads = layout.rank().kv_heads.len();
         let bounds = Bounds {
             samples: (needs.most_samples as usize).min(max_slots),
             spans: needs.most_spans as usize,
@@ -190,7 +193,11 @@ impl Matrix {
         Ok(Self {
             width: Width { bounds: Some(bounds), ..variant.width },
             bounds,
-            tiles_of: (2 * needs.tile_tokens as usize, blocks as usize / layout.rank().kv_heads.len()),
+            at_once: AtOnce {
+                tile_rows: 2 * needs.tile_tokens as usize,
+                tiles: blocks as usize / heads,
+                rows: needs.span_sets as usize * blocks as usize / heads,
+            },
             resources: resources.map(|all| Resources {
                 registers: all.iter().map(|of| of.registers).max().unwrap_or(0),
                 spilled: all.iter().map(|of| of.spilled).sum(),

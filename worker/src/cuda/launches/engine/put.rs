@@ -336,7 +336,7 @@ impl Engine {
     #[allow(unsafe_code)]
     fn put_pass_items(&mut self, pass: Pass, rows: Range<usize>, first: usize) -> Result<(Pass, Last), CudaError> {
         let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
-        let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.tiles_of);
+        let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.at_once);
         let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
         let Items { tiles, spans, merges, samples, last } = &items;
         let mut end = first;

@@ -114,7 +114,7 @@ sanitize *TOOLS="memcheck synccheck":
     for tool in {{TOOLS}}; do \
         runner="compute-sanitizer --tool $tool --error-exitcode 1 --require-cuda-init no"; \
         CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$runner" LOOPLANE_REQUIRE_GPU=1 cargo test --workspace --lib -- \
-            cuda::tests::gpu::sanitized cuda::tests::matrix_passes::sanitized cuda::tests::ranks::sanitized \
+            cuda::tests::gpu::sanitized cuda::tests::matrix_passes::controls::sanitized cuda::tests::ranks::sanitized \
             --test-threads 1 || exit 1; \
     done
 

@@ -16,7 +16,7 @@ use crate::cuda::kernels::compile::{Compiler, NVRTC_VARIABLE};
 /// launches of phases in graphs, steps that the host feeds.
 const RUNS: [(&str, &[&str]); 4] = [
     (
-        "matrix_passes::plans_of_a_crowd_yield_what_each_request_yields_alone",
+        "matrix_passes::plans::plans_of_a_crowd_yield_what_each_request_yields_alone",
         &["looped_decoder", "wide_decoder", "matrix_gate_up", "matrix_attend_tiles", "matrix_attend_spans", "sampler"],
     ),
     (

@@ -14,12 +14,15 @@ use serde_json::{Map, Number, Value};
 use super::error::ApiError;
 use crate::{
     give_way::between_pieces,
-    request::{FieldError, MAX_MESSAGES, RequestError},
+    request::{FieldError, MAX_ALLOWED_TOKENS, MAX_MESSAGES, RequestError},
 };
 
 /// A body of so many bytes and more is read in pieces, which takes several times as long.
 const LONG_BYTES: usize = 1 << 20;
 const PIECE_BYTES: usize = 32 << 10;
+
+/// Token ids that a list may have for each that the context has: a prompt may be longer, if it is truncated.
+const IDS_OF_CONTEXT: usize = 4;
 
 /// Reads a whole body, in blocks, for a context of `max_context` tokens. Values take many times the memory of their
 /// text, so a list or an object is not kept when it gets longer than any can be that is valid.
@@ -28,7 +31,9 @@ const PIECE_BYTES: usize = 32 << 10;
 /// 400: what is no JSON, which key stands twice, or which list or object is too long.
 pub(super) fn parse<B: AsRef<[u8]>>(body: &[B], max_context: u32) -> Result<Value, ApiError> {
     let found = RefCell::new(None);
-    let rules = Rules { max_items: MAX_MESSAGES.max(max_context as usize), found: &found };
+    let context = max_context as usize;
+    let max_numbers = MAX_ALLOWED_TOKENS.max(context.saturating_mul(IDS_OF_CONTEXT));
+    let rules = Rules { max_items: MAX_MESSAGES.max(context), max_numbers, found: &found };
     let bytes = body.iter().map(|block| block.as_ref().len()).sum();
     let value = match body {
         [whole] if bytes < LONG_BYTES => read(serde_json::Deserializer::from_slice(whole.as_ref()), &rules),
@@ -91,13 +96,15 @@ impl<B: AsRef<[u8]>> Read for Pieces<'_, B> {
 struct Rules<'a> {
     /// Most items of a list, or fields of an object.
     max_items: usize,
+    /// Most items of a list that begins with a number, as token ids do.
+    max_numbers: usize,
     found: &'a RefCell<Option<Breach>>,
 }
 
 /// A rule that is broken, and where.
 enum Breach {
     Duplicate(String),
-    /// Numbers, as token ids are.
+    /// Token ids of a prompt.
     Tokens {
         field: String,
         count: usize,
@@ -120,6 +127,17 @@ enum Place<'a> {
     Root,
     Field(&'a Place<'a>, &'a str),
     Item(&'a Place<'a>, usize),
+}
+
+impl Place<'_> {
+    /// Of the token ids of a prompt, or of one of several.
+    fn is_prompt(&self) -> bool {
+        match self {
+            Place::Field(Place::Root, name) => *name == "prompt",
+            Place::Item(list, _) => list.is_prompt(),
+            Place::Root | Place::Field(..) => false,
+        }
+    }
 }
 
 impl fmt::Display for Place<'_> {
@@ -185,7 +203,11 @@ impl<'de> Visitor<'de> for Checked<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
         let mut list = Vec::new();
         let rules = self.rules;
-        while list.len() < rules.max_items {
+        loop {
+            let numbers = matches!(list.first(), Some(Value::Number(_)));
+            if list.len() >= if numbers { rules.max_numbers } else { rules.max_items } {
+                break;
+            }
             match items.next_element_seed(Checked { at: &Place::Item(self.at, list.len()), rules })? {
                 Some(item) => list.push(item),
                 None => return Ok(Value::Array(list)),
@@ -198,11 +220,8 @@ impl<'de> Visitor<'de> for Checked<'_> {
         if count == list.len() {
             return Ok(Value::Array(list));
         }
-        let field = self.at.to_string();
-        Err(rules.broken(match list.first() {
-            Some(Value::Number(_)) => Breach::Tokens { field, count },
-            _ => Breach::Items { field, count },
-        }))
+        let (field, prompt) = (self.at.to_string(), self.at.is_prompt());
+        Err(rules.broken(if prompt { Breach::Tokens { field, count } } else { Breach::Items { field, count } }))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Value, A::Error> {
@@ -232,10 +251,15 @@ mod tests {
     #[test]
     fn lists_and_objects_are_kept_up_to_a_length() {
         let ids = |count: usize| format!("{{\"prompt\": [[1], {:?}]}}", vec![7; count]);
-        assert!(parse(&[ids(4096)], CONTEXT).is_ok());
-        let error = parse(&[ids(9000)], CONTEXT).unwrap_err();
+        assert!(parse(&[ids(4 * 4096)], CONTEXT).is_ok(), "it may be truncated");
+        let error = parse(&[ids(20_000)], CONTEXT).unwrap_err();
         assert_eq!((error.code, error.param.as_deref()), ("context_length_exceeded", Some("prompt[1]")));
-        assert!(error.message.contains("9000"), "{}", error.message);
+        assert!(error.message.contains("20000"), "{}", error.message);
+        // Numbers that are no prompt have a bound of their own, and what is said of more is not of the context.
+        let numbers = |count: usize| format!("{{\"allowed_token_ids\": {:?}}}", vec![7; count]);
+        assert!(parse(&[numbers(MAX_ALLOWED_TOKENS)], 512).is_ok());
+        let error = parse(&[numbers(MAX_ALLOWED_TOKENS + 1)], 512).unwrap_err();
+        assert_eq!((error.code, error.param.as_deref()), ("invalid_value", Some("allowed_token_ids")));
         // Below, every other rule has its say first.
         assert!(parse(&[ids(2000)], 512).is_ok());
         let texts = format!("{{\"stop\": {:?}}}", vec!["x"; 4097]);

@@ -11,6 +11,9 @@ use super::Vocabulary;
 
 /// Grammars that are kept.
 const MOST_KEPT: usize = 32;
+/// Ways in which a text may go on, of the parser; each choice of a list is one. (By the library's 2000 a list of 2000
+/// choices compiles, and then ends its answer.)
+const MOST_ITEMS: usize = 10_000;
 
 /// A grammar at its beginning, or what is wrong with it; empty while a thread compiles it.
 type Compiled = OnceLock<Result<Mutex<Matcher>, String>>;
@@ -75,8 +78,10 @@ impl Library {
         let trie = TokTrie::from(&TokRxInfo::new(vocab_size as u32, vocabulary.end), &words);
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
         let mut factory = ParserFactory::new_simple(&env).map_err(|error| error.to_string())?;
+        let limits = factory.quiet().limits_mut();
         // Errors are for the log; grammar and text of a client are not.
-        factory.quiet().limits_mut().verbose_errors = false;
+        limits.verbose_errors = false;
+        limits.max_items_in_row = MOST_ITEMS;
         Ok(factory)
     }
 }

@@ -125,6 +125,18 @@ fn each_token_is_one_that_the_grammar_allows_next() {
     assert_eq!(draw(&mut batch, &[END]), [Verdict::Token(Some(crate::batch::Finish::Stop))]);
 }
 
+/// The library's own limit let such a list compile, and ended its answer behind the first token.
+#[test]
+fn one_of_many_choices_is_followed_to_its_end() {
+    let choices: Vec<String> = (0..9000).map(|choice| format!("\"c{choice}\"")).collect();
+    let (mut batch, mut grammars) = batch(&lark(&format!("start: {}", choices.join(" | "))), 0);
+    for byte in "c8999".bytes() {
+        assert!(allowed(&batch, &mut grammars)[0].contains(&byte.into()));
+        assert_eq!(draw(&mut batch, &[byte.into()]), [Verdict::Token(None)]);
+    }
+    assert_eq!(allowed(&batch, &mut grammars), [[END, 257]]);
+}
+
 #[test]
 fn an_answer_may_end_where_the_grammar_may() {
     let (mut batch, mut grammars) = batch(&lark("start: /[ab]{1,2}/"), 0);

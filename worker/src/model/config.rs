@@ -169,10 +169,11 @@ impl ModelConfig {
     /// Bound on the positions of one sequence: what was asked for, or the model's own for 0.
     ///
     /// # Errors
-    /// More than the model's own was asked for.
+    /// More than the model's own was asked for, or one, which no prompt leaves room for an answer.
     pub fn context(&self, requested: usize) -> Result<usize, ConfigError> {
         match requested {
             0 => Ok(self.max_positions),
+            1 => Err(ConfigError::NoRoom),
             n if n <= self.max_positions => Ok(n),
             requested => Err(ConfigError::Context { requested, available: self.max_positions }),
         }

@@ -63,4 +63,7 @@ pub enum ConfigError {
         /// Positions of the model.
         available: usize,
     },
+    /// No prompt would leave room for an answer.
+    #[error("a context of 1 position was asked for; a prompt and its answer take 2 at least")]
+    NoRoom,
 }

@@ -375,4 +375,5 @@ fn context_is_bounded_by_the_model() {
     assert_eq!(config.context(0).unwrap(), 2048);
     assert_eq!(config.context(512).unwrap(), 512);
     assert!(config.context(4096).unwrap_err().to_string().contains("4096"));
+    assert!(config.context(1).unwrap_err().to_string().contains("2 at least"));
 }

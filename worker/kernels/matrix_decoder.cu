@@ -24,6 +24,7 @@
 #include "matrix/ranks.cuh"
 #include "matrix/attend_tiles.cuh"
 #include "matrix/attend_spans.cuh"
+#include "matrix/attend.cuh"
 #include "matrix/head_norms.cuh"
 
 using matrix::Cut;
@@ -32,11 +33,11 @@ using matrix::Memory;
 using matrix::Tiles;
 
 /// {bytes of memory, shared bytes and threads of a product, rows that sample and spans that are merged at most, tokens
-/// of an item of attend_tiles, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most, sets of
-/// warps of a block of attend_spans}
+/// of half a tile, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most, sets of warps of a block
+/// of attend_spans}
 extern "C" __device__ const u64 matrix_decoder_needs[10] = {
     Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
-    matrix::kTileTokens, matrix::kAttendTilesShared, matrix::kAttendSpansShared, matrix::kMostBlocks,
+    matrix::kTileTokens, matrix::kAttendShared, matrix::kAttendSpansShared, matrix::kMostBlocks,
     matrix::kSpanSets};
 
 /// Of an exchange that copy engines carry (ranks.cuh), from the begin of words on: {x, bytes of x of a block of tokens,

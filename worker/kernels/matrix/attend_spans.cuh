@@ -39,11 +39,12 @@ struct SpanItem {
 struct SpanItems {
   const Launch& launch;
   const Pass& pass;
-  u32 set, round = 0, word = 0, place = 0, position = 0, slot = 0;
+  u32 unit, units;  // the set, and how many there are: first one of each block, so that few items have a block each
+  u32 round = 0, word = 0, place = 0, position = 0, slot = 0;
   u32 page = 0;  // where the row's next span begins; 0: there is none
 
   LP_DEVICE bool next(SpanItem& item) {
-    const u32 count = pass.span_count * kKvHeads, unit = blockIdx.x * kSpanSets + set, units = gridDim.x * kSpanSets;
+    const u32 count = pass.span_count * kKvHeads;
     if (page == 0 && round++ % 32 == 0) {
       const u32 index = item_index(round - 1 + lane_index(), unit, units);
       if (index < count) {
@@ -71,10 +72,9 @@ struct SpanItems {
 /// others let launches begin only once they have waited.) In the pass the row is alone of its sequence; qkv and
 /// head_norms write K, V and scales where rows are, and beyond, and no sequence has a page of another (batch.rs refuses
 /// such grants). Items, rows and page table are there before the pass; `choose` writes rows behind its other launches.
-LP_DEVICE void stream_spans(const Launch& launch, const Pass& pass, u32 layer, u32 set, SpanRing& ring) {
+LP_DEVICE void stream_spans(const Launch& launch, u32 layer, SpanItems items, SpanRing& ring) {
   const u32 lane = lane_index();
   const u64 policy = policy_evict_first();
-  SpanItems items{launch, pass, set};
   const auto entries = [&](const SpanItem& item) {
     return item.first + lane <= item.last
                ? load_constant_u32(pages_of(launch, item.slot) + item.first + lane)
@@ -359,8 +359,7 @@ LP_DEVICE void meet(const Launch& launch, u32 at, u32 set, u32 number, const Spa
 }
 
 /// A consumer's share of the spans of the set's items.
-LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32 number, SpanRing& ring) {
-  SpanItems items{launch, pass, set};
+LP_DEVICE void add_spans(const Launch& launch, SpanItems items, u32 set, u32 number, SpanRing& ring) {
   SpanItem item;
   SpanQueries queries, next;
   SpanShare share;
@@ -394,11 +393,8 @@ LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 set, u32
   }
 }
 
-}  // namespace matrix
-
-extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
-    matrix_attend_spans(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer) {
-  using namespace matrix;
+/// By the blocks of a launch from `first` on.
+LP_DEVICE void attend_spans(const Launch& launch, const Pass& pass, u32 layer, u32 first) {
   const u32 warp = threadIdx.x / 32, set = warp < kSpanWarps ? warp / kSpanShares : warp - kSpanWarps;
   SpanRing ring{shared_address(attend_memory) + set * kSpanSetShared};
   poison(attend_memory, kAttendSpansShared);
@@ -408,51 +404,15 @@ extern "C" __global__ void __launch_bounds__(matrix::kAttendSpansThreads, 1)
   }
   __syncthreads();
   launch_dependents();
+  const u32 blocks = gridDim.x - first;
+  SpanItems items{launch, pass, set * blocks + blockIdx.x - first, kSpanSets * blocks};
   if (warp >= kSpanWarps) {
     lower_registers<56>();
-    if (set >= kSpanSets) return;
-    stream_spans(launch, pass, layer, set, ring);
+    if (set < kSpanSets) stream_spans(launch, layer, items, ring);
     return;
   }
   raise_registers<224>();
-  attend_spans(launch, pass, set, warp % kSpanShares, ring);
+  add_spans(launch, items, set, warp % kSpanShares, ring);
 }
 
-/// Rows whose spans are items, which are added ascending: a warp has a row's query head.
-extern "C" __global__ void __launch_bounds__(matrix::kMergeSpansThreads)
-    matrix_merge_spans(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32) {
-  using namespace matrix;
-  constexpr u32 kPairs = kHeadDim / 64;  // a lane has dimensions 64 i + 2 lane and + 1
-  launch_dependents();
-  wait_launch_before();
-  hold_up();
-  const u32 lane = lane_index(), warps = kMergeSpansThreads / 32;
-  for (u32 job = blockIdx.x * warps + warp_index(); job < pass.merge_count * kHeads; job += gridDim.x * warps) {
-    const u32 word = load_relaxed_u32(pass.merges + job / kHeads * 2),
-              place = load_relaxed_u32(pass.merges + job / kHeads * 2 + 1), row = word & 0xffff, spans = word >> 16,
-              head = job % kHeads;
-    const float* from = span_part(launch, place, head / kQueriesPerKv, head % kQueriesPerKv);
-    SpanSums sums;
-    float out[kPairs][2] = {};
-#pragma unroll 4
-    for (u32 span = 0; span < spans; span++) {
-      const float* part = from + (u64)span * kKvHeads * (Memory::span_bytes / 4);
-      const u64 its = load_relaxed_u64(part);
-      sums.add(__uint_as_float((u32)its), __uint_as_float((u32)(its >> 32)));
-#pragma unroll
-      for (u32 i = 0; i < kPairs; i++) {
-        const u64 pair = load_relaxed_u64(part + 2 + 64 * i + 2 * lane);
-        out[i][0] = fmaf(sums.keep, out[i][0], sums.factor * __uint_as_float((u32)pair));
-        out[i][1] = fmaf(sums.keep, out[i][1], sums.factor * __uint_as_float((u32)(pair >> 32)));
-      }
-    }
-    const float inverse = raised(reciprocal_approx(sums.total));
-#pragma unroll
-    for (u32 i = 0; i < kPairs; i++) {
-      const u32 dim = 64 * i + 2 * lane;
-      store_u32(launch.words + Memory::attention_out +
-                    vector_byte(O::steps, head * kDimTiles + dim / 16, row, dim / 8 % 2) + dim % 8 * 2,
-                bf16_pair(out[i][0] * inverse, out[i][1] * inverse));
-    }
-  }
-}
+}  // namespace matrix

@@ -130,6 +130,8 @@ template <bool CUT> struct TileItem {
     return (part & 0xffff) + token * (last_of_all() / kSpanPages - first_of_all() / kSpanPages + 1);
   }
 };
+/// Blocks of a launch that compute tiles, its first.
+LP_DEVICE u32 tile_blocks(const Pass& pass) { return pass.tile_blocks ? pass.tile_blocks * kKvHeads : gridDim.x; }
 /// The block's items, longest first. Each lane looks at one of 32 rounds, so that none waits for loads. A whole warp
 /// calls next.
 template <bool CUT> struct TileItems {
@@ -140,7 +142,7 @@ template <bool CUT> struct TileItems {
   LP_DEVICE bool next(TileItem<CUT>& item) {
     const u32 count = pass.tile_count * kKvHeads;
     if (round % 32 == 0) {
-      const u32 index = item_index(round + lane_index(), blockIdx.x, gridDim.x);
+      const u32 index = item_index(round + lane_index(), blockIdx.x, tile_blocks(pass));
       if (index < count) {
         const u32* words = pass.attend_tiles + index / kKvHeads * 2;
         tile = load_relaxed_u32(words);
@@ -148,7 +150,7 @@ template <bool CUT> struct TileItems {
         position = launch.rows[tile & 0xffff].position;
       }
     }
-    const u32 index = item_index(round, blockIdx.x, gridDim.x), of = round % 32;
+    const u32 index = item_index(round, blockIdx.x, tile_blocks(pass)), of = round % 32;
     item = TileItem<CUT>{index % kKvHeads, shuffle(tile, of), shuffle(position, of), CUT ? shuffle(part, of) : 0};
     round++;
     return index < count;
@@ -455,6 +457,7 @@ template <bool CUT> LP_DEVICE void stream_tiles(const Launch& launch, const Pass
   }
 }
 
+/// By the first blocks of a launch.
 template <bool CUT> LP_DEVICE void attend_tiles(const Launch& launch, const Pass& pass, u32 layer) {
   const u32 shared = shared_address(attend_memory), warp = threadIdx.x / 32;
   TileRing ring{shared};
@@ -490,13 +493,3 @@ template <bool CUT> LP_DEVICE void attend_tiles(const Launch& launch, const Pass
 }
 
 }  // namespace matrix
-
-extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
-    matrix_attend_tiles(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass, u32 layer) {
-  matrix::attend_tiles<false>(launch, pass, layer);
-}
-extern "C" __global__ void __launch_bounds__(matrix::kAttendTilesThreads, 1)
-    matrix_attend_cut_tiles(const __grid_constant__ Launch launch, const __grid_constant__ matrix::Pass pass,
-                            u32 layer) {
-  matrix::attend_tiles<true>(launch, pass, layer);
-}

@@ -131,7 +131,10 @@ struct Pass {
   Row* next;               // of a pass that chooses: its rows, which become those of the next step; null: there is none
   u32 tile_count, span_count, merge_count, sample_count;
   u32 step;                // of the chain; the first one does not look at `stopped`, but sets it
-  u32 cut;                 // whether tiles are cut by spans
+  u16 cut;                 // whether tiles are cut by spans
+  // Blocks of a KV head that compute tiles while the others compute rows that are alone; 0: all compute tiles, and rows
+  // that are alone have a launch of their own.
+  u16 tile_blocks;
   // 0, or, where copy engines carry sums and x, how many runs a rank adds up, one behind the other (ranks.cuh).
   u32 carried;
   // Blocks of tokens that the launch computes, a bit each: all, but behind K and V of the last layer those in which

@@ -111,8 +111,9 @@ template <u32 GROUPS> LP_DEVICE u32 double_units(u32 count, u32 teams) {
             apart = (2 * rest + single + teams - 1) / teams;
   return doubled <= apart ? most : most - rest;
 }
-/// The tiles of this block, of the blocks of tokens in `blocks`: calls work(tile). Double tiles come first, then those
-/// that share rows, then those of an odd last block.
+/// The tiles of this block, of the blocks of tokens in `blocks`: calls work(tile). All tiles of two groups follow each
+/// other, so that weights of an odd last block of tokens, too, are in the second-level cache. But double tiles come
+/// first, then what is left of their kind, then those of an odd last block.
 template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, const WORK& work) {
   constexpr u32 GROUPS = (P::tiles + kGroupTiles - 1) / kGroupTiles;
   const u32 teams = gridDim.x / kTeam<CUT>;
@@ -123,20 +124,26 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
     const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, most = GROUPS / 2 * pairs;
     const u32 next = unit - doubles;
     u32 group, first, more = 0;  // which of the blocks of tokens, and of a double tile one more
-    Common common = Common::kNothing;
+    Common common = Common::kRows;
     if (kDoubles<P, CUT> && unit < doubles) {
       group = unit / pairs * 2 + side, first = unit % pairs * 2, more = 1, common = Common::kTokens;
-    } else if (next < GROUPS * pairs - 2 * doubles) {
-      // Two of what could be a double tile follow each other, then those of an odd last group.
-      const u32 halves = 2 * (most - doubles), of = doubles + next / 2, pair = next < halves ? of : next - halves;
-      group = next < halves ? of / pairs * 2 + next % 2 : GROUPS - 1;
-      first = pair % pairs * 2 + side, common = Common::kRows;
+    } else if (kDoubles<P, CUT> && doubles > 0) {
+      if (next < GROUPS * pairs - 2 * doubles) {
+        // Two of what could be a double tile follow each other, then those of an odd last group.
+        const u32 halves = 2 * (most - doubles), of = doubles + next / 2, pair = next < halves ? of : next - halves;
+        group = next < halves ? of / pairs * 2 + next % 2 : GROUPS - 1, first = pair % pairs * 2 + side;
+      } else {
+        if (count % 2 == 0) return;
+        group = (next - (GROUPS * pairs - 2 * doubles)) * 2 + side, first = count - 1, common = Common::kTokens;
+      }
     } else {
-      const u32 even = (next - (GROUPS * pairs - 2 * doubles)) * 2;
-      if (count % 2 == 0 || even >= GROUPS) return;
-      group = even + side, first = count - 1;
-      if (even + 1 < GROUPS) common = Common::kTokens;
+      const u32 two = min(unit / count, GROUPS / 2), of = unit - two * count, both = two < GROUPS / 2;
+      const u32 shared = both ? 2 * pairs : pairs;
+      if (of < shared) group = 2 * two + (both ? of % 2 : 0), first = (both ? of / 2 : of) * 2 + side;
+      else if (of < shared + count % 2) group = 2 * two + side, first = count - 1, common = Common::kTokens;
+      else return;
     }
+    if (common == Common::kTokens && group - side + 1 >= GROUPS) common = Common::kNothing;
     if (group >= GROUPS) return;
     work(Tile{group, block_at(blocks, first), block_at(blocks, first + more), common, unit});
   }

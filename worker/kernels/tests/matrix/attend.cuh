@@ -22,6 +22,7 @@
 #include "ops/values.cuh"
 #include "matrix/attend_tiles.cuh"
 #include "matrix/attend_spans.cuh"
+#include "matrix/attend.cuh"
 
 /// Kernels that are timed beside each other. Without `merge`, `spans` merges by itself.
 struct Candidate {

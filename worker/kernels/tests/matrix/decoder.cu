@@ -409,7 +409,10 @@ static void time_all(u32 rows, Cut cut) {
 static void print_energies(u32 rows) {
   make_rows(rows);
   printf("%u rows\n", rows);
-  const Cut cut = rows > 256 ? Cut::kPair : rows > 128 ? Cut::kHalves : Cut::kQuads;
+  // As products.rs cuts K of such passes of 8b.
+  const Cut qkv = rows > 512 || rows == 256 ? Cut::kPair : Cut::kHalves,
+            out = rows == 640 ? Cut::kHalves : rows > 256 ? Cut::kPair : rows > 128 ? Cut::kHalves : Cut::kQuads,
+            down = rows == 384 || rows == 640 ? Cut::kQuads : rows == 512 ? Cut::kHalves : out;
   fill<<<1024, 256>>>((u16*)(launch.words + Memory::attention_out), (u64)kTokenBlocks * O::steps * kStepBytes / 2, 9,
                       0);
   start(matrix_embed, 0, false);
@@ -423,10 +426,10 @@ static void print_energies(u32 rows) {
       for (u32 layer = 0; layer < kLayers; layer++) start(kernel, layer);
     });
   };
-  print("qkv", kQkvKernels.of(cut == Cut::kQuads ? Cut::kHalves : Cut::kPair));
-  print("o", kOutKernels.of(cut));
+  print("qkv", kQkvKernels.of(qkv));
+  print("o", kOutKernels.of(out));
   print("gate/up", matrix_gate_up);
-  print("down", kDownKernels.of(cut));
+  print("down", kDownKernels.of(down));
 }
 /// The LM head of so many rows, with logits for the sampler or with the choice of tokens.
 static void time_head(u32 samples) {
@@ -484,8 +487,8 @@ int main(int arguments, char** argument) {
   deal<Head><<<1, 1>>>(tiles + Tiles::head);
   CHECK(cudaDeviceSynchronize());
   if (arguments > 1 && !strcmp(argument[1], "--energy")) {
-    for (u32 rows : {128, 256, 512, 2048})
-      if (rows <= kColumns) print_energies(rows);
+    for (u32 rows : {128, 256, 384, 512, 640, 896, 1152, 2048})
+      if (rows <= kColumns && (arguments == 2 || rows == (u32)atoi(argument[2]))) print_energies(rows);
     return 0;
   }
   bool good = true;

@@ -3,7 +3,8 @@
 //! Rows of a sequence that has several in a pass are cut into tiles, and where these are fewer than blocks, by spans,
 //! too. A row that is alone of its sequence is an item, or, where sets of warps would idle, each of its spans is. Spans
 //! that are items are merged behind that. Longest first: what is left over at the end is short. But before others come
-//! those that the last layer needs, too: of the rows that sample.
+//! those that the last layer needs, too: of the rows that sample. Where rows that are alone leave blocks idle, tiles are
+//! computed beside them.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -58,6 +59,9 @@ pub struct Items {
     /// {first row | rows << 16, place | span << 16} of each span of a tile: the place of its first row, behind which
     /// come those of other spans, and then those of other rows. Or, of all that the rows see, no place.
     pub tiles: Vec<[u32; 2]>,
+    /// Blocks of a KV head that compute tiles while the others compute rows that are alone; 0: all do the one, then the
+    /// other.
+    pub tile_blocks: u16,
     /// Of rows that are alone: {row | span << 16, place} of each span, or, of all that the row sees, {row, no place}.
     pub spans: Vec<[u32; 2]>,
     /// {row | spans << 16, first place} of each row whose spans are items.
@@ -136,74 +140,69 @@ impl Bounds {
 
     /// The items of rows that are alone, each with the pages that it sees, the longest first, for `sets` sets of warps:
     /// all rows whole, or those of more than a set's share of pages cut by spans, or all, whichever takes least time.
-    fn row_items(&self, rows: &[(usize, Range<usize>)], sets: usize) -> RowItems {
+    /// The first `places` are taken.
+    fn row_items(&self, rows: &[(usize, Range<usize>)], sets: usize, places: usize) -> RowItems {
         let sets = sets.max(1);
-        let whole = self.rows_cut(rows, usize::MAX);
+        let whole = self.rows_cut(rows, usize::MAX, places);
         let pages: usize = rows.iter().map(|(_, pages)| pages.len()).sum();
         let spans: usize = rows.iter().map(|(_, pages)| spans_of(pages).len()).sum();
         // No cut is faster than even shares of all spans.
         if spans == rows.len() || whole.time(sets) <= pages + spans * ITEM_COST {
             return whole;
         }
-        let cut = [pages / sets, 0].map(|most| self.rows_cut(rows, most));
+        let cut = [pages / sets, 0].map(|most| self.rows_cut(rows, most, places));
         [whole].into_iter().chain(cut).min_by_key(|items| items.time(sets)).expect("three")
     }
 
-    /// Rows that see more than `most` pages and several spans are cut, as long as there are places.
-    fn rows_cut(&self, rows: &[(usize, Range<usize>)], most: usize) -> RowItems {
+    /// Rows that see more than `most` pages and several spans are cut, as long as there are places behind the first
+    /// `places`.
+    fn rows_cut(&self, rows: &[(usize, Range<usize>)], most: usize, mut places: usize) -> RowItems {
         let mut items = RowItems::default();
         for (row, pages) in rows {
             let spans = spans_of(pages);
-            if spans.len() == 1 || pages.len() <= most || items.places + spans.len() > self.spans {
+            if spans.len() == 1 || pages.len() <= most || places + spans.len() > self.spans {
                 items.parts.push((pages.len(), [word(*row, 0), WHOLE]));
                 continue;
             }
-            items.merges.push([word(*row, spans.len()), items.places as u32]);
+            items.merges.push([word(*row, spans.len()), places as u32]);
             for span in spans {
-                items.parts.push((seen_of(pages, span).len(), [word(*row, span), items.places as u32]));
-                items.places += 1;
+                items.parts.push((seen_of(pages, span).len(), [word(*row, span), places as u32]));
+                places += 1;
             }
         }
         items.parts.sort_by_key(|(pages, _)| Reverse(*pages));
         items
     }
 
-    /// Adds tiles; cut by spans, as long as there are places behind the first `places`, where that makes up for what it
-    /// costs: blocks that would idle while the longest tile is computed.
-    fn add_tiles(
-        &self,
-        rows: &[Row],
-        mut tiles: Vec<Range<usize>>,
-        (at_once, mut places): (usize, usize),
-        to: &mut Items,
-    ) {
-        tiles.sort_by_key(|tile| Reverse(self.tile_pages(rows, tile).len()));
-        let pages = |tile| self.tile_pages(rows, tile).len();
-        let (longest, all) = (tiles.first().map_or(0, pages), tiles.iter().map(pages).sum::<usize>());
-        let is_cut = tiles.len() < at_once && CUT_COST * all < 4 * longest * at_once;
-        let mut parts = Vec::new();
+    /// The items of tiles: cut by spans, as long as there are places, where `blocks` would idle for longer than that
+    /// costs while the longest tile is computed.
+    fn tile_items(&self, rows: &[Row], tiles: Vec<Range<usize>>, blocks: usize) -> TileItems {
+        let pages = tiles.iter().map(|tile| self.tile_pages(rows, tile).len());
+        let (longest, all) = (pages.clone().max().unwrap_or(0), pages.sum::<usize>());
+        let part = SPAN_PAGES.max(all.div_ceil(blocks.max(1)));
+        let mut items =
+            TileItems { is_cut: tiles.len() < blocks && CUT_COST * part < 4 * longest, ..Default::default() };
         for tile in tiles {
             let (pages, word) = (self.tile_pages(rows, &tile), word(tile.start, tile.len()));
             let spans = spans_of(&pages);
             let taken = tile.len() * spans.len();
-            if !is_cut || spans.len() == 1 || places + taken > self.spans {
-                parts.push((pages.len(), [word, WHOLE]));
+            if !items.is_cut || spans.len() == 1 || items.places + taken > self.spans {
+                items.parts.push((pages.len(), [word, WHOLE]));
                 continue;
             }
             for (index, row) in tile.enumerate() {
                 let seen = spans_of(&self.pages(rows[row].position as usize));
-                let first = places + index * spans.len() + seen.start - spans.start;
-                to.merges.push([self::word(row, seen.len()), first as u32]);
+                let first = items.places + index * spans.len() + seen.start - spans.start;
+                items.merges.push([self::word(row, seen.len()), first as u32]);
             }
-            parts.extend(
-                spans
-                    .clone()
-                    .map(|span| (seen_of(&pages, span).len(), [word, self::word(places + span - spans.start, span)])),
-            );
-            places += taken;
+            for span in spans.clone() {
+                let place = items.places + span - spans.start;
+                items.parts.push((seen_of(&pages, span).len(), [word, self::word(place, span)]));
+            }
+            items.places += taken;
         }
-        parts.sort_by_key(|(pages, _)| Reverse(*pages));
-        to.tiles = parts.into_iter().map(|(_, part)| part).collect();
+        items.parts.sort_by_key(|(pages, _)| Reverse(*pages));
+        items
     }
 
     /// The pages that the rows of a tile see.
@@ -234,12 +233,42 @@ impl Bounds {
             first = end;
         }
         lone.sort_by_key(|(_, pages)| Reverse(pages.len()));
-        let RowItems { parts, merges, places } = self.row_items(&lone, at_once.rows);
-        items.spans = parts.into_iter().map(|(_, part)| part).collect();
-        items.merges = merges;
-        self.add_tiles(rows, tiles, (at_once.tiles, places), &mut items);
+        let tiles = self.tile_items(rows, tiles, at_once.tiles);
+        let beside = tiles.blocks_beside(&lone, at_once);
+        let sets = at_once.rows - at_once.rows * beside / at_once.tiles.max(1);
+        let lone = self.row_items(&lone, sets, tiles.places);
+        let words = |parts: Vec<(usize, [u32; 2])>| parts.into_iter().map(|(_, part)| part).collect();
+        items.merges = [tiles.merges, lone.merges].concat();
+        (items.tiles, items.spans, items.tile_blocks) = (words(tiles.parts), words(lone.parts), beside as u16);
         items.add_samples(rows);
         items
+    }
+}
+
+/// Tiles, as items.
+#[derive(Default)]
+struct TileItems {
+    /// Pages and words of each, the longest first.
+    parts: Vec<(usize, [u32; 2])>,
+    merges: Vec<[u32; 2]>,
+    /// Places of the merges.
+    places: usize,
+    is_cut: bool,
+}
+
+impl TileItems {
+    /// [`Items::tile_blocks`], beside rows that are alone, the longest first: where each of these has a set of warps of
+    /// its own, and tiles take less longer by the other blocks than the rows would take behind tiles.
+    fn blocks_beside(&self, rows: &[(usize, Range<usize>)], at_once: AtOnce) -> usize {
+        let (Some((tile, _)), Some((_, row))) = (self.parts.first(), rows.first()) else { return 0 };
+        let left = at_once.tiles.saturating_sub((rows.len() * at_once.tiles).div_ceil(at_once.rows.max(1)));
+        if left == 0 {
+            return 0;
+        }
+        // In quarters of pages.
+        let tiles = |blocks| self.parts.len().div_ceil(blocks) * tile * if self.is_cut { CUT_COST } else { 4 };
+        let row = 4 * row.len();
+        if tiles(left).max(row) < tiles(at_once.tiles) + row { left.min(self.parts.len()) } else { 0 }
     }
 }
 
@@ -249,8 +278,6 @@ struct RowItems {
     /// Pages and words of each, the longest first.
     parts: Vec<(usize, [u32; 2])>,
     merges: Vec<[u32; 2]>,
-    /// Places of the merges.
-    places: usize,
 }
 
 impl RowItems {
@@ -325,11 +352,12 @@ mod tests {
         // Tiles end at positions 1032 and 39, where rows sample, and at 1031 and 31.
         let tiles = [74 | 1 << 16, 33 | 8 << 16, 42 | 32 << 16, 1 | 32 << 16];
         assert_eq!(items.tiles, tiles.map(|tile| [tile, WHOLE]));
-        let whole = [[41, 0], [41 | 1 << 16, 1], [76, 3], [75, WHOLE]];
-        assert_eq!(items.spans, [&whole[..], &[[41 | 2 << 16, 2], [0, WHOLE], [76 | 1 << 16, 4]]].concat());
-        assert_eq!(items.merges, [[41 | 3 << 16, 0], [76 | 2 << 16, 3]]);
+        let spans = [[76, WHOLE], [41, 0], [41 | 1 << 16, 1], [75, WHOLE], [41 | 2 << 16, 2], [0, WHOLE]];
+        assert_eq!(items.spans, spans);
+        assert_eq!(items.merges, [[41 | 3 << 16, 0]]);
         assert_eq!(items.samples, [0, 40, 41, 74, 75, 76]);
-        assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 2 });
+        assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 1 });
+        assert_eq!(items.tile_blocks, 2, "beside four sets");
     }
 
     #[test]
@@ -344,21 +372,39 @@ mod tests {
         assert_eq!(last(&pass(&[(5, 1); 300])).tokens(), 384);
     }
 
-    /// Rows 1023 and 1024 of a sequence are in a tile, of which the first sees one span, the second two.
+    /// Rows 2047 and 2048 of a sequence are in a tile, of which the first sees two spans, the second three.
     #[test]
     fn few_tiles_are_cut_by_spans() {
-        let rows = pass(&[(100, 1), (1023, 2), (3000, 1)]);
+        let rows = pass(&[(100, 1), (2047, 2), (3000, 1)]);
         let items = ALL.items(&rows, 0, by(32, 2));
-        assert_eq!(items.tiles, [[1 | 2 << 16, 3], [1 | 2 << 16, 4 | 1 << 16]], "behind the three spans of row 3");
-        assert_eq!(items.merges, [[3 | 3 << 16, 0], [2 | 2 << 16, 5], [1 | 1 << 16, 3]], "row 1 does not sample");
-        assert_eq!(items.last, Last { blocks: 1, tiles: 2, merges: 2 });
+        let tile = 1 | 2 << 16;
+        assert_eq!(items.tiles, [[tile, 0], [tile, 1 | 1 << 16], [tile, 2 | 2 << 16]]);
+        assert_eq!(items.merges, [[2 | 3 << 16, 3], [1 | 2 << 16, 0]], "row 1 does not sample");
+        assert_eq!(items.last, Last { blocks: 1, tiles: 3, merges: 1 });
         let whole = |at_once, bounds: Bounds| bounds.items(&rows, 0, by(32, at_once)).tiles.len() == 1;
         assert!(whole(1, ALL), "there are no fewer tiles than blocks");
-        assert!(whole(2, Bounds { spans: 6, ..ALL }) && !whole(2, Bounds { spans: 7, ..ALL }));
-        // Tiles that are equally long: a few blocks more do not make up for what parts cost.
-        let equal = pass(&[(1023, 2), (1023, 2), (1023, 2)]);
-        let tiles = |at_once| ALL.items(&equal, 0, by(32, at_once)).tiles.len();
-        assert_eq!([3, 4, 5, 6].map(tiles), [3, 3, 3, 6]);
+        assert!(whole(2, Bounds { spans: 5, ..ALL }) && !whole(2, Bounds { spans: 6, ..ALL }));
+        // Tiles that are equally long: a few blocks more do not make up for what parts cost. No more do those that end
+        // a page behind their first span.
+        let tiles = |first, at_once| ALL.items(&pass(&[(first, 2); 3]), 0, by(32, at_once)).tiles.len();
+        assert_eq!([3, 4, 5, 6].map(|at_once| tiles(2047, at_once)), [3, 3, 3, 9]);
+        assert_eq!(tiles(1023, 100), 3);
+    }
+
+    #[test]
+    fn tiles_leave_blocks_to_rows_that_are_alone_where_each_has_a_set() {
+        // Prompts of so many tokens behind 480 positions, beside rows that decode at 1000; 16 blocks.
+        let tile_blocks = |tokens, rows| {
+            let sequences = [&[(480, tokens)], &vec![(1000, 1); rows][..]].concat();
+            ALL.items(&pass(&sequences), 0, by(32, 16)).tile_blocks
+        };
+        assert_eq!([(114, 14), (242, 14), (256, 16)].map(|(tokens, rows)| tile_blocks(tokens, rows)), [4, 8, 8]);
+        // More tiles than blocks that are left: two rounds of them, but none of rows behind.
+        assert_eq!([(300, 16), (450, 14)].map(|(tokens, rows)| tile_blocks(tokens, rows)), [8, 9]);
+        assert_eq!([(700, 14), (114, 32), (114, 0)].map(|(tokens, rows)| tile_blocks(tokens, rows)), [0; 3]);
+        // Ten tiles do not take a second round for rows that hardly take time.
+        let short = pass(&[(2000, 300), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1)]);
+        assert_eq!([9, 13, 14, 16].map(|blocks| ALL.items(&short, 0, by(32, blocks)).tile_blocks), [5, 0, 10, 10]);
     }
 
     #[test]

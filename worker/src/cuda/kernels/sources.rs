@@ -9,7 +9,7 @@ pub const SOURCES: [&str; 3] = [
 /// The kernels that run a phase each.
 pub const UNLOOPED_SOURCE: &str = include_str!("../../../kernels/unlooped_decoder.cu");
 /// What the sources include, by the names they have for it.
-pub const HEADERS: [(&str, &str); 48] = [
+pub const HEADERS: [(&str, &str); 49] = [
     ("ptx/ptx.cuh", include_str!("../../../kernels/ptx/ptx.cuh")),
     ("ptx/wgmma.cuh", include_str!("../../../kernels/ptx/wgmma.cuh")),
     ("layout/shape.cuh", include_str!("../../../kernels/layout/shape.cuh")),
@@ -57,5 +57,6 @@ pub const HEADERS: [(&str, &str); 48] = [
     ("matrix/ranks.cuh", include_str!("../../../kernels/matrix/ranks.cuh")),
     ("matrix/attend_tiles.cuh", include_str!("../../../kernels/matrix/attend_tiles.cuh")),
     ("matrix/attend_spans.cuh", include_str!("../../../kernels/matrix/attend_spans.cuh")),
+    ("matrix/attend.cuh", include_str!("../../../kernels/matrix/attend.cuh")),
     ("matrix/head_norms.cuh", include_str!("../../../kernels/matrix/head_norms.cuh")),
 ];

@@ -89,6 +89,7 @@ fn pass_struct() -> String {
         sample_count,
         step,
         cut,
+        tile_blocks,
         carried,
         blocks,
     })

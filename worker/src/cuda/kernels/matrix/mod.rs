@@ -43,7 +43,7 @@ struct Needs {
     most_spans: u64,
     /// Rows of half a tile of attention.
     tile_tokens: u64,
-    /// Dynamic shared memory of attention of tiles.
+    /// Dynamic shared memory of attention of tiles, perhaps with spans beside.
     tiles_shared: u64,
     /// The same of attention of spans.
     spans_shared: u64,
@@ -94,7 +94,9 @@ pub struct Pass {
     /// Of the chain.
     pub step: u32,
     /// Whether there are tiles that are cut by spans.
-    pub cut: u32,
+    pub cut: u16,
+    /// [`super::items::Items::tile_blocks`]
+    pub tile_blocks: u16,
     /// Of a pass whose sums and x copy engines carry: how many runs of tokens a rank adds up, one behind the other.
     /// 0: kernels send them. Filled in by [`Matrix::launch_layers`] and [`Matrix::launch_head`].
     pub carried: u32,

@@ -204,11 +204,12 @@ impl Steps {
     /// What a layer computes behind q, k and v of so many rows, and whether there is any of it.
     fn attend(&self, rows: u32, pass: &Pass) -> [(Phase, bool); 10] {
         let (tiles, cut) = (pass.tile_count > 0, pass.cut != 0);
+        let beside = tiles && pass.tile_blocks > 0;
         let [_, out, _, down] = self.products.cuts(rows);
         [
             (Phase::AttendTiles, tiles && !cut),
             (Phase::AttendCutTiles, tiles && cut),
-            (Phase::AttendSpans, pass.span_count > 0),
+            (Phase::AttendSpans, pass.span_count > 0 && !beside),
             (Phase::MergeSpans, pass.merge_count > 0),
             (Phase::AttentionOut.cut(out), true),
             (Phase::JoinOut, self.group),
@@ -308,6 +309,8 @@ mod tests {
         assert_eq!(first(2048, &all, true)[1..9], layer);
         let cut = first(2048, &Pass { cut: 1, merge_count: 9, ..prompt }, false);
         assert_eq!(cut[3..6], ["attend_cut_tiles", "merge_spans", "out"]);
+        let beside = first(2048, &Pass { tile_blocks: 2, ..all }, false);
+        assert_eq!(beside[3..6], ["attend_tiles", "merge_spans", "out"], "rows that are alone have the other blocks");
         let quads = ["norms", "qkv_halves", "attend_tiles", "out_quads", "norms", "gate_up", "down_quads"];
         assert_eq!(first(128, &prompt, false)[1..], quads);
         let halves = ["norms", "qkv", "attend_tiles", "out_halves", "norms", "gate_up", "down_halves"];
@@ -335,8 +338,10 @@ mod tests {
         let chooses = Pass { stopped: 1, ..pass };
         let choose = head(&["norms", "gather", "head_choose", "choose"]);
         assert_eq!(of(&chooses, last)[all.len() - 3..], choose);
-        let one = of(&pass, Last { blocks: 1 << 15, tiles: 0, merges: 1 });
-        assert_eq!(one[3..6], ["attend_spans", "merge_spans", "out_quads"].map(|name| (name, 1)));
+        for pass in [pass, Pass { tile_blocks: 2, ..pass }] {
+            let one = of(&pass, Last { blocks: 1 << 15, tiles: 0, merges: 1 });
+            assert_eq!(one[3..6], ["attend_spans", "merge_spans", "out_quads"].map(|name| (name, 1)));
+        }
 
         let samples: Vec<_> = steps.phases(2048, &pass, last).iter().map(|step| step.samples).collect();
         assert!(samples.is_sorted() && samples.iter().filter(|samples| **samples).count() == attend.len() + 3);

@@ -338,7 +338,7 @@ impl Engine {
         let matrix = self.matrix.as_ref().expect("matrix passes, as none of the kernels holds the rows");
         let items = matrix.bounds.items(&self.host_rows[rows.clone()], pass.step, matrix.at_once);
         let first = first + (pass.step % MATRIX_STEPS_AHEAD) as usize * self.step_words(rows.len());
-        let Items { tiles, spans, merges, samples, last } = &items;
+        let Items { tiles, tile_blocks, spans, merges, samples, last } = &items;
         let mut end = first;
         let mut place = |words: &[u32]| {
             self.host_items[end..end + words.len()].copy_from_slice(words);
@@ -353,6 +353,7 @@ impl Engine {
             samples: place(samples),
             tile_count: tiles.len() as u32,
             cut: items.is_cut().into(),
+            tile_blocks: *tile_blocks,
             span_count: spans.len() as u32,
             merge_count: merges.len() as u32,
             sample_count: samples.len() as u32,

@@ -44,8 +44,8 @@ fn check_chunks(model: &mut Model, sequence: &[u32], expected: &[Bits]) {
     }
 }
 
-/// Prompts of several sequences in one step, their first parts computed before; beside them rows that decode, one of
-/// them among NaN.
+/// Prompts of several sequences in one step, their first parts computed before; behind and beside them rows that
+/// decode, one of them among NaN.
 fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits], sees_others: bool) {
     let lengths = [
         (130usize, 40),
@@ -75,6 +75,7 @@ fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits], sees_othe
             samples.extend((1..=*len).map(|row| row == *len));
         }
         model.decoder.decoder.launcher.poison_words().unwrap();
+        model.decoder.decoder.launcher.attend_by(if ordered { CUT_ROWS } else { WHOLE_ROWS });
         let got = model.step(&rows, &samples, Some(BATCH_TOKENS));
         assert_eq!(is_nan(&got[0]), sees_others, "a neighbour was to be NaN");
         for ((_, (before, len)), got) in segments.iter().zip(&got[1..]) {
@@ -304,12 +305,13 @@ fn passes_of_2048_rows_repeat_their_bits() {
     }
 }
 
-/// Rows that decode behind up to four spans, whole and cut, beside pages of NaN, and with warps held up: their bits are
-/// those of narrow passes.
+/// Rows that decode behind up to four spans, whole and cut, and part of a prompt, whose tiles are cut, too, beside pages
+/// of NaN, and with warps held up: their bits are those of narrow passes.
 #[test]
 fn rows_far_on_have_their_bits() {
     const FAR: usize = 3600;
     const LENGTHS: [usize; 10] = [3590, 1, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 3135];
+    const PART: std::ops::Range<usize> = 3050..3090;
     if !gpu() {
         return;
     }
@@ -320,12 +322,15 @@ fn rows_far_on_have_their_bits() {
         let mut rows: Vec<_> =
             (0..).zip(&all).map(|(slot, of)| (slot, of[of.len() - 1], of.len() as u32 - 1)).collect();
         rows.insert(5, (FIRST_EMPTY as u32, 7, 2300));
+        let (slot, prompt) = (all.len() as u32, tokens(50, PART.end));
+        rows.extend(PART.map(|position| (slot, prompt[position], position as u32)));
         let samples = vec![true; rows.len()];
         let load = |defines: &[(&'static str, u64)]| {
             let mut model = model(&config, Options { defines: defines.to_vec(), ..Options::default() });
             for (slot, tokens) in (0..).zip(&all) {
                 model.prompt(slot, tokens, BATCH_TOKENS, None);
             }
+            model.prompt(slot, &prompt[..PART.start], BATCH_TOKENS, None);
             model
         };
         let mut calm = load(&[]);

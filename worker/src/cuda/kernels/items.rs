@@ -18,10 +18,11 @@ const SPAN_PAGES: usize = 16;
 /// Bits of a row's number; what goes with it is above them.
 const ROW_BITS: usize = 16;
 const ROW_MASK: u32 = (1 << ROW_BITS) - 1;
-/// How many times as long tiles take that are cut by spans, what adds these included, over 4. 8B on four H200, 2048
+/// What a page takes of a tile that is cut by spans, what adds these included, and of a whole one. 8B on four H200, 2048
 /// rows behind 4096 and 6144 positions: 196 and 240 us by blocks that all have as many pages, 78 and 109, where whole
-/// tiles take 133 and 176 us for 96 and 128 pages of the longest.
+/// tiles take 133 and 176 us for 96 and 128 pages of the longest. A page of a row that is alone takes about as long.
 const CUT_COST: usize = 7;
+const WHOLE_COST: usize = 4;
 /// What a set takes for an item beside its pages, in pages: to begin, to end and to merge it; and what all sets take for
 /// the launch that merges, in pages each. 8B, 64 and 224 rows at 1040: 73.4 and 247 us by spans, 67.1 and 225 by rows.
 const ITEM_COST: usize = 1;
@@ -174,23 +175,18 @@ impl Bounds {
         items
     }
 
-    /// The items of tiles: cut by spans, as long as there are places, where `blocks` would idle for longer than that
-    /// costs while the longest tile is computed.
-    fn tile_items(&self, rows: &[Row], tiles: Vec<Range<usize>>, blocks: usize) -> TileItems {
-        let pages = tiles.iter().map(|tile| self.tile_pages(rows, tile).len());
-        let (longest, all) = (pages.clone().max().unwrap_or(0), pages.sum::<usize>());
-        let part = SPAN_PAGES.max(all.div_ceil(blocks.max(1)));
-        let mut items =
-            TileItems { is_cut: tiles.len() < blocks && CUT_COST * part < 4 * longest, ..Default::default() };
+    /// The items of tiles, which are cut by spans if `is_cut`, as long as there are places.
+    fn tile_items(&self, rows: &[Row], tiles: &[Range<usize>], is_cut: bool) -> TileItems {
+        let mut items = TileItems::default();
         for tile in tiles {
-            let (pages, word) = (self.tile_pages(rows, &tile), word(tile.start, tile.len()));
+            let (pages, word) = (self.tile_pages(rows, tile), word(tile.start, tile.len()));
             let spans = spans_of(&pages);
             let taken = tile.len() * spans.len();
-            if !items.is_cut || spans.len() == 1 || items.places + taken > self.spans {
+            if !is_cut || spans.len() == 1 || items.places + taken > self.spans {
                 items.parts.push((pages.len(), [word, WHOLE]));
                 continue;
             }
-            for (index, row) in tile.enumerate() {
+            for (index, row) in tile.clone().enumerate() {
                 let seen = spans_of(&self.pages(rows[row].position as usize));
                 let first = items.places + index * spans.len() + seen.start - spans.start;
                 items.merges.push([self::word(row, seen.len()), first as u32]);
@@ -203,6 +199,33 @@ impl Bounds {
         }
         items.parts.sort_by_key(|(pages, _)| Reverse(*pages));
         items
+    }
+
+    /// The items of tiles and [`Items::tile_blocks`], whichever take least time beside or before rows that are alone, of
+    /// which the longest sees `longest` pages: tiles whole or, where they are fewer than blocks, cut by spans.
+    fn divide(
+        &self,
+        rows: &[Row],
+        tiles: &[Range<usize>],
+        (lone, longest): (usize, usize),
+        at_once: AtOnce,
+    ) -> (TileItems, usize) {
+        // Blocks that are left if each row that is alone has a set of warps of its own.
+        let left = at_once.tiles.saturating_sub((lone * at_once.tiles).div_ceil(at_once.rows.max(1)));
+        let ways = |is_cut| {
+            let items = self.tile_items(rows, tiles, is_cut);
+            let time = |blocks: usize| items.time(blocks.max(1)) * if items.places > 0 { CUT_COST } else { WHOLE_COST };
+            let row = longest * WHOLE_COST;
+            let (apart, beside) = (time(at_once.tiles) + row, time(left).max(row));
+            let can_be = lone > 0 && left > 0 && !tiles.is_empty();
+            match can_be && beside < apart {
+                true => (beside, left.min(items.parts.len()), items),
+                false => (apart, 0, items),
+            }
+        };
+        let cut = (tiles.len() < at_once.tiles).then(|| ways(true));
+        let (_, blocks, items) = [ways(false)].into_iter().chain(cut).min_by_key(|(time, ..)| *time).expect("whole");
+        (items, blocks)
     }
 
     /// The pages that the rows of a tile see.
@@ -233,8 +256,8 @@ impl Bounds {
             first = end;
         }
         lone.sort_by_key(|(_, pages)| Reverse(pages.len()));
-        let tiles = self.tile_items(rows, tiles, at_once.tiles);
-        let beside = tiles.blocks_beside(&lone, at_once);
+        let longest = lone.first().map_or(0, |(_, pages)| pages.len());
+        let (tiles, beside) = self.divide(rows, &tiles, (lone.len(), longest), at_once);
         let sets = at_once.rows - at_once.rows * beside / at_once.tiles.max(1);
         let lone = self.row_items(&lone, sets, tiles.places);
         let words = |parts: Vec<(usize, [u32; 2])>| parts.into_iter().map(|(_, part)| part).collect();
@@ -251,24 +274,14 @@ struct TileItems {
     /// Pages and words of each, the longest first.
     parts: Vec<(usize, [u32; 2])>,
     merges: Vec<[u32; 2]>,
-    /// Places of the merges.
+    /// Places of the merges; 0: no tile is cut.
     places: usize,
-    is_cut: bool,
 }
 
 impl TileItems {
-    /// [`Items::tile_blocks`], beside rows that are alone, the longest first: where each of these has a set of warps of
-    /// its own, and tiles take less longer by the other blocks than the rows would take behind tiles.
-    fn blocks_beside(&self, rows: &[(usize, Range<usize>)], at_once: AtOnce) -> usize {
-        let (Some((tile, _)), Some((_, row))) = (self.parts.first(), rows.first()) else { return 0 };
-        let left = at_once.tiles.saturating_sub((rows.len() * at_once.tiles).div_ceil(at_once.rows.max(1)));
-        if left == 0 {
-            return 0;
-        }
-        // In quarters of pages.
-        let tiles = |blocks| self.parts.len().div_ceil(blocks) * tile * if self.is_cut { CUT_COST } else { 4 };
-        let row = 4 * row.len();
-        if tiles(left).max(row) < tiles(at_once.tiles) + row { left.min(self.parts.len()) } else { 0 }
+    /// Pages of the block that has most of them.
+    fn time(&self, blocks: usize) -> usize {
+        dealt(&self.parts, blocks, |pages| pages).into_iter().max().unwrap_or(0)
     }
 }
 
@@ -281,20 +294,26 @@ struct RowItems {
 }
 
 impl RowItems {
-    /// How long `sets` sets of warps take, in pages. A set computes one of `sets` items after the other, the next ones
-    /// in the opposite order, as the kernel does.
+    /// How long `sets` sets of warps take, in pages.
     fn time(&self, sets: usize) -> usize {
-        let mut left = vec![0; sets];
-        for (index, (pages, _)) in self.parts.iter().enumerate() {
-            let (round, place) = (index / sets, index % sets);
-            left[if round.is_multiple_of(2) { place } else { sets - 1 - place }] += pages + ITEM_COST;
-        }
+        let mut left = dealt(&self.parts, sets, |pages| pages + ITEM_COST);
         left.sort_unstable_by_key(|pages| Reverse(*pages));
         left.push(0);
         let at_least = sets.div_ceil(SETS_A_STREAM);
         let items: usize = left.windows(2).zip(1..).map(|(two, busy)| (two[0] - two[1]) * at_least.max(busy)).sum();
         if self.merges.is_empty() { items } else { items + sets * MERGE_COST }
     }
+}
+
+/// What each of `units` has to do of items, by their pages. They are dealt one after the other, in the next round in the
+/// opposite order, as the kernels do.
+fn dealt(items: &[(usize, [u32; 2])], units: usize, cost: impl Fn(usize) -> usize) -> Vec<usize> {
+    let mut all = vec![0; units];
+    for (index, (pages, _)) in items.iter().enumerate() {
+        let (round, place) = (index / units, index % units);
+        all[if round.is_multiple_of(2) { place } else { units - 1 - place }] += cost(*pages);
+    }
+    all
 }
 
 /// The spans in which pages are.
@@ -375,7 +394,7 @@ mod tests {
     /// Rows 2047 and 2048 of a sequence are in a tile, of which the first sees two spans, the second three.
     #[test]
     fn few_tiles_are_cut_by_spans() {
-        let rows = pass(&[(100, 1), (2047, 2), (3000, 1)]);
+        let rows = pass(&[(100, 1), (2047, 2)]);
         let items = ALL.items(&rows, 0, by(32, 2));
         let tile = 1 | 2 << 16;
         assert_eq!(items.tiles, [[tile, 0], [tile, 1 | 1 << 16], [tile, 2 | 2 << 16]]);
@@ -391,6 +410,7 @@ mod tests {
         assert_eq!(tiles(1023, 100), 3);
     }
 
+    /// Tiles are not cut where rows that are alone compute beside them for as long.
     #[test]
     fn tiles_leave_blocks_to_rows_that_are_alone_where_each_has_a_set() {
         // Prompts of so many tokens behind 480 positions, beside rows that decode at 1000; 16 blocks.
@@ -402,9 +422,15 @@ mod tests {
         // More tiles than blocks that are left: two rounds of them, but none of rows behind.
         assert_eq!([(300, 16), (450, 14)].map(|(tokens, rows)| tile_blocks(tokens, rows)), [8, 9]);
         assert_eq!([(700, 14), (114, 32), (114, 0)].map(|(tokens, rows)| tile_blocks(tokens, rows)), [0; 3]);
+        let far = |rows| {
+            let sequences = [&[(4000, 242)], &vec![(4000, 1); rows][..]].concat();
+            let Items { tile_blocks, tiles, .. } = ALL.items(&pass(&sequences), 0, by(32, 16));
+            (tile_blocks, tiles.len())
+        };
+        assert_eq!([14, 0, 40].map(far), [(8, 8), (0, 37), (0, 37)]);
         // Ten tiles do not take a second round for rows that hardly take time.
         let short = pass(&[(2000, 300), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1)]);
-        assert_eq!([9, 13, 14, 16].map(|blocks| ALL.items(&short, 0, by(32, blocks)).tile_blocks), [5, 0, 10, 10]);
+        assert_eq!([9, 13, 14, 16].map(|blocks| ALL.items(&short, 0, by(32, blocks)).tile_blocks), [0, 0, 10, 10]);
     }
 
     #[test]

@@ -33,8 +33,8 @@ using matrix::Memory;
 using matrix::Tiles;
 
 /// {bytes of memory, shared bytes and threads of a product, rows that sample and spans that are merged at most, tokens
-/// of half a tile, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most, sets of warps of a block
-/// of attend_spans}
+/// of half a tile, shared bytes of attend_tiles and of attend_spans, blocks of a launch at most, sets of warps of a
+/// block of attend_spans}
 extern "C" __device__ const u64 matrix_decoder_needs[10] = {
     Memory::bytes, matrix::kProductBytes, matrix::kThreads, matrix::kMostSamples, matrix::kMostSpans,
     matrix::kTileTokens, matrix::kAttendShared, matrix::kAttendSpansShared, matrix::kMostBlocks,

@@ -9,8 +9,11 @@ constexpr u32 kAttendShared = kAttendTilesShared > kAttendSpansShared ? kAttendT
 
 /// Tiles, and beside them, if they have only some of the blocks, rows that are alone.
 template <bool CUT> LP_DEVICE void attend(const Launch& launch, const Pass& pass, u32 layer) {
-  if (blockIdx.x < tile_blocks(pass)) attend_tiles<CUT>(launch, pass, layer);
-  else attend_spans(launch, pass, layer, tile_blocks(pass));
+  if (blockIdx.x >= tile_blocks(pass)) {
+    attend_spans(launch, pass, layer, tile_blocks(pass));
+    return;  // behind an else the compiler runs the tiles' products one by one (heads of 64)
+  }
+  attend_tiles<CUT>(launch, pass, layer);
 }
 
 }  // namespace matrix

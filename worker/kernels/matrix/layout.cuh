@@ -2,13 +2,14 @@
 //
 // A pass has up to kColumns rows of a step, of prompts or decoding, in the order of the host. A launch runs one phase
 // of one layer:
-//   embed | layers x (norms, qkv, [head_norms], [attend_tiles], [attend_spans, merge_spans], out, norms, gate_up, down)
+//   embed
+//   | layers x (norms, qkv, [head_norms], [attend_tiles], [attend_spans], [merge_spans], out, norms, gate_up, down)
 //   | norms, gather, head
-// The brackets are left out where a pass has no such items. Each reads what launches before it have written. Rows
-// beyond the last one, up to a block of tokens, hold anything: a column of a product has a part in nothing but itself.
-// So may, behind qkv of the last layer, rows that do not sample (Pass::blocks). Where none samples, a pass ends there.
-// A pass that chooses its tokens ends with head_choose, choose (choice.cuh) instead of head. Of several ranks there are
-// more launches: see ranks.cuh.
+// The brackets are left out where a pass has no such items, or attend_tiles has rows that are alone, too. Each reads
+// what launches before it have written. Rows beyond the last one, up to a block of tokens, hold anything: a column of a
+// product has a part in nothing but itself. So may, behind qkv of the last layer, rows that do not sample
+// (Pass::blocks). Where none samples, a pass ends there. A pass that chooses its tokens ends with head_choose, choose
+// (choice.cuh) instead of head. Of several ranks there are more launches: see ranks.cuh.
 #pragma once
 
 namespace matrix {

@@ -121,16 +121,17 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
   const u32 doubles = kDoubles<P, CUT> ? double_units<GROUPS>(__popc(blocks), teams) : 0;
 #pragma unroll 1
   for (u32 unit = blockIdx.x / kTeam<CUT>;; unit += teams) {
-    const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2, most = GROUPS / 2 * pairs;
-    const u32 next = unit - doubles;
+    const u32 side = blockIdx.x % 2, count = __popc(blocks), pairs = count / 2;
     u32 group, first, more = 0;  // which of the blocks of tokens, and of a double tile one more
     Common common = Common::kRows;
     if (kDoubles<P, CUT> && unit < doubles) {
       group = unit / pairs * 2 + side, first = unit % pairs * 2, more = 1, common = Common::kTokens;
     } else if (kDoubles<P, CUT> && doubles > 0) {
+      const u32 next = unit - doubles;
       if (next < GROUPS * pairs - 2 * doubles) {
         // Two of what could be a double tile follow each other, then those of an odd last group.
-        const u32 halves = 2 * (most - doubles), of = doubles + next / 2, pair = next < halves ? of : next - halves;
+        const u32 halves = 2 * (GROUPS / 2 * pairs - doubles), of = doubles + next / 2,
+                  pair = next < halves ? of : next - halves;
         group = next < halves ? of / pairs * 2 + next % 2 : GROUPS - 1, first = pair % pairs * 2 + side;
       } else {
         if (count % 2 == 0) return;

@@ -1,4 +1,4 @@
-// What attend.cu times: the kernels of matrix/attend_spans.cuh.
+// What attend.cu times: the launches of matrix/attend.cuh.
 #pragma once
 #ifndef LP_LAYERS
 #define LP_LAYERS 8

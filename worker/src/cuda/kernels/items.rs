@@ -3,8 +3,8 @@
 //! Rows of a sequence that has several in a pass are cut into tiles, and where these are fewer than blocks, by spans,
 //! too. A row that is alone of its sequence is an item, or, where sets of warps would idle, each of its spans is. Spans
 //! that are items are merged behind that. Longest first: what is left over at the end is short. But before others come
-//! those that the last layer needs, too: of the rows that sample. Where rows that are alone leave blocks idle, tiles are
-//! computed beside them.
+//! those that the last layer needs, too: of the rows that sample. Few rows that are alone are computed beside tiles, by
+//! other blocks.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -18,13 +18,15 @@ const SPAN_PAGES: usize = 16;
 /// Bits of a row's number; what goes with it is above them.
 const ROW_BITS: usize = 16;
 const ROW_MASK: u32 = (1 << ROW_BITS) - 1;
-/// What a page takes of a tile that is cut by spans, what adds these included, and of a whole one. 8B on four H200, 2048
-/// rows behind 4096 and 6144 positions: 196 and 240 us by blocks that all have as many pages, 78 and 109, where whole
-/// tiles take 133 and 176 us for 96 and 128 pages of the longest. A page of a row that is alone takes about as long.
+/// What a page takes of a tile that is cut by spans, what adds these included, and of a whole one. 8B on four H200,
+/// 2048 rows behind 4096 and 6144 positions: 196 and 240 us by blocks that all have as many pages, 78 and 109, where
+/// whole tiles take 133 and 176 us for 96 and 128 pages of the longest. A page of a row that is alone takes about as
+/// long as of these.
 const CUT_COST: usize = 7;
 const WHOLE_COST: usize = 4;
-/// What a set takes for an item beside its pages, in pages: to begin, to end and to merge it; and what all sets take for
-/// the launch that merges, in pages each. 8B, 64 and 224 rows at 1040: 73.4 and 247 us by spans, 67.1 and 225 by rows.
+/// What a set takes for an item beside its pages, in pages: to begin, to end and to merge it; and what all sets take
+/// for the launch that merges, in pages each. 8B, 64 and 224 rows at 1040: 73.4 and 247 us by spans, 67.1 and 225 by
+/// rows.
 const ITEM_COST: usize = 1;
 const MERGE_COST: usize = 2;
 /// Memory is the limit as long as one set of so many has pages left. 40 rows at 4000 in two rounds, the second of a
@@ -139,20 +141,20 @@ impl Bounds {
         first / PAGE_POSITIONS..position / PAGE_POSITIONS + 1
     }
 
-    /// The items of rows that are alone, each with the pages that it sees, the longest first, for `sets` sets of warps:
-    /// all rows whole, or those of more than a set's share of pages cut by spans, or all, whichever takes least time.
-    /// The first `places` are taken.
-    fn row_items(&self, rows: &[(usize, Range<usize>)], sets: usize, places: usize) -> RowItems {
+    /// The items of rows that are alone, each with the pages that it sees, the longest first, for `sets` sets of warps
+    /// of `all`: all rows whole, or those of more than a set's share of pages cut by spans, or all, whichever takes
+    /// least time. The first `places` are taken.
+    fn row_items(&self, rows: &[(usize, Range<usize>)], (sets, all): (usize, usize), places: usize) -> RowItems {
         let sets = sets.max(1);
         let whole = self.rows_cut(rows, usize::MAX, places);
         let pages: usize = rows.iter().map(|(_, pages)| pages.len()).sum();
         let spans: usize = rows.iter().map(|(_, pages)| spans_of(pages).len()).sum();
         // No cut is faster than even shares of all spans.
-        if spans == rows.len() || whole.time(sets) <= pages + spans * ITEM_COST {
+        if spans == rows.len() || whole.time(sets, all) <= pages + spans * ITEM_COST {
             return whole;
         }
         let cut = [pages / sets, 0].map(|most| self.rows_cut(rows, most, places));
-        [whole].into_iter().chain(cut).min_by_key(|items| items.time(sets)).expect("three")
+        [whole].into_iter().chain(cut).min_by_key(|items| items.time(sets, all)).expect("three")
     }
 
     /// Rows that see more than `most` pages and several spans are cut, as long as there are places behind the first
@@ -201,31 +203,39 @@ impl Bounds {
         items
     }
 
-    /// The items of tiles and [`Items::tile_blocks`], whichever take least time beside or before rows that are alone, of
-    /// which the longest sees `longest` pages: tiles whole or, where they are fewer than blocks, cut by spans.
+    /// The items of tiles and of rows that are alone, and [`Items::tile_blocks`], whichever take least time: tiles
+    /// whole or, where they are fewer than blocks, cut by spans; before those rows or, where each of these can have a
+    /// set of warps of its own, beside them.
     fn divide(
         &self,
         rows: &[Row],
         tiles: &[Range<usize>],
-        (lone, longest): (usize, usize),
+        lone: &[(usize, Range<usize>)],
         at_once: AtOnce,
-    ) -> (TileItems, usize) {
-        // Blocks that are left if each row that is alone has a set of warps of its own.
-        let left = at_once.tiles.saturating_sub((lone * at_once.tiles).div_ceil(at_once.rows.max(1)));
-        let ways = |is_cut| {
-            let items = self.tile_items(rows, tiles, is_cut);
-            let time = |blocks: usize| items.time(blocks.max(1)) * if items.places > 0 { CUT_COST } else { WHOLE_COST };
-            let row = longest * WHOLE_COST;
-            let (apart, beside) = (time(at_once.tiles) + row, time(left).max(row));
-            let can_be = lone > 0 && left > 0 && !tiles.is_empty();
-            match can_be && beside < apart {
-                true => (beside, left.min(items.parts.len()), items),
-                false => (apart, 0, items),
-            }
+    ) -> (TileItems, RowItems, usize) {
+        let AtOnce { tiles: blocks, rows: all_sets, .. } = at_once;
+        let left = match lone.len() {
+            0 => 0,
+            rows => blocks.saturating_sub((rows * blocks).div_ceil(all_sets.max(1))),
         };
-        let cut = (tiles.len() < at_once.tiles).then(|| ways(true));
-        let (_, blocks, items) = [ways(false)].into_iter().chain(cut).min_by_key(|(time, ..)| *time).expect("whole");
-        (items, blocks)
+        let way = |is_cut| {
+            let tiles = self.tile_items(rows, tiles, is_cut);
+            let beside = Some(left.min(tiles.parts.len())).filter(|beside| *beside > 0);
+            let divided = [0].into_iter().chain(beside).map(|beside| {
+                let sets = all_sets - all_sets * beside / blocks.max(1);
+                let lone = self.row_items(lone, (sets, all_sets), tiles.places);
+                let of_rows = lone.longest(sets);
+                let time = match beside {
+                    0 => tiles.time(blocks) + of_rows,
+                    beside => tiles.time(beside).max(of_rows),
+                };
+                (time, lone, beside)
+            });
+            let (time, lone, beside) = divided.min_by_key(|(time, ..)| *time).expect("one behind the other");
+            (time, (tiles, lone, beside))
+        };
+        let cut = (!tiles.is_empty() && tiles.len() < blocks).then(|| way(true));
+        [way(false)].into_iter().chain(cut).min_by_key(|(time, _)| *time).expect("whole").1
     }
 
     /// The pages that the rows of a tile see.
@@ -256,11 +266,8 @@ impl Bounds {
             first = end;
         }
         lone.sort_by_key(|(_, pages)| Reverse(pages.len()));
-        let longest = lone.first().map_or(0, |(_, pages)| pages.len());
-        let (tiles, beside) = self.divide(rows, &tiles, (lone.len(), longest), at_once);
-        let sets = at_once.rows - at_once.rows * beside / at_once.tiles.max(1);
-        let lone = self.row_items(&lone, sets, tiles.places);
-        let words = |parts: Vec<(usize, [u32; 2])>| parts.into_iter().map(|(_, part)| part).collect();
+        let (tiles, lone, beside) = self.divide(rows, &tiles, &lone, at_once);
+        let words = |parts: Vec<Item>| parts.into_iter().map(|(_, part)| part).collect();
         items.merges = [tiles.merges, lone.merges].concat();
         (items.tiles, items.spans, items.tile_blocks) = (words(tiles.parts), words(lone.parts), beside as u16);
         items.add_samples(rows);
@@ -268,50 +275,65 @@ impl Bounds {
     }
 }
 
+/// Pages of an item, and its words.
+type Item = (usize, [u32; 2]);
+
 /// Tiles, as items.
 #[derive(Default)]
 struct TileItems {
-    /// Pages and words of each, the longest first.
-    parts: Vec<(usize, [u32; 2])>,
+    /// The longest first.
+    parts: Vec<Item>,
     merges: Vec<[u32; 2]>,
     /// Places of the merges; 0: no tile is cut.
     places: usize,
 }
 
 impl TileItems {
-    /// Pages of the block that has most of them.
+    /// How long `blocks` blocks take, in quarters of a page.
     fn time(&self, blocks: usize) -> usize {
-        dealt(&self.parts, blocks, |pages| pages).into_iter().max().unwrap_or(0)
+        let cost = |(pages, [_, part]): &Item| pages * if *part == WHOLE { WHOLE_COST } else { CUT_COST };
+        dealt(&self.parts, blocks, cost).into_iter().max().unwrap_or(0)
     }
 }
 
 /// Rows that are alone, as items.
 #[derive(Default)]
 struct RowItems {
-    /// Pages and words of each, the longest first.
-    parts: Vec<(usize, [u32; 2])>,
+    /// The longest first.
+    parts: Vec<Item>,
     merges: Vec<[u32; 2]>,
 }
 
 impl RowItems {
-    /// How long `sets` sets of warps take, in pages.
-    fn time(&self, sets: usize) -> usize {
-        let mut left = dealt(&self.parts, sets, |pages| pages + ITEM_COST);
+    /// How long `sets` sets of warps take of the GPU's `all` sets, in pages that all of these read at a time.
+    fn time(&self, sets: usize, all: usize) -> usize {
+        let mut left = dealt(&self.parts, sets, Self::cost);
         left.sort_unstable_by_key(|pages| Reverse(*pages));
         left.push(0);
-        let at_least = sets.div_ceil(SETS_A_STREAM);
+        let at_least = all.div_ceil(SETS_A_STREAM);
         let items: usize = left.windows(2).zip(1..).map(|(two, busy)| (two[0] - two[1]) * at_least.max(busy)).sum();
-        if self.merges.is_empty() { items } else { items + sets * MERGE_COST }
+        items + if self.merges.is_empty() { 0 } else { all * MERGE_COST }
+    }
+
+    /// How long the set takes that has most, and what adds spans, in quarters of a page of a tile.
+    fn longest(&self, sets: usize) -> usize {
+        let items = dealt(&self.parts, sets, Self::cost).into_iter().max().unwrap_or(0);
+        WHOLE_COST * (items + if self.merges.is_empty() { 0 } else { MERGE_COST })
+    }
+
+    fn cost((pages, _): &Item) -> usize {
+        pages + ITEM_COST
     }
 }
 
-/// What each of `units` has to do of items, by their pages. They are dealt one after the other, in the next round in the
-/// opposite order, as the kernels do.
-fn dealt(items: &[(usize, [u32; 2])], units: usize, cost: impl Fn(usize) -> usize) -> Vec<usize> {
+/// What each of `units` has to do of items. They are dealt one after the other, in the next round in the opposite
+/// order, as the kernels do.
+fn dealt(items: &[Item], units: usize, cost: impl Fn(&Item) -> usize) -> Vec<usize> {
+    let units = units.max(1);
     let mut all = vec![0; units];
-    for (index, (pages, _)) in items.iter().enumerate() {
+    for (index, item) in items.iter().enumerate() {
         let (round, place) = (index / units, index % units);
-        all[if round.is_multiple_of(2) { place } else { units - 1 - place }] += cost(*pages);
+        all[if round.is_multiple_of(2) { place } else { units - 1 - place }] += cost(item);
     }
     all
 }
@@ -428,6 +450,12 @@ mod tests {
             (tile_blocks, tiles.len())
         };
         assert_eq!([14, 0, 40].map(far), [(8, 8), (0, 37), (0, 37)]);
+        // A row behind a long context is cut, and has all blocks.
+        for (rows, prompt) in [([60_000].repeat(1), 480), ([16_000].repeat(4), 512), ([4000].repeat(1), 480)] {
+            let alone = rows.iter().map(|position| (*position, 1)).collect::<Vec<_>>();
+            let items = ALL.items(&pass(&[&[(0, prompt)], &alone[..]].concat()), 0, by(32, 16));
+            assert_eq!((items.tile_blocks, items.merges.len()), (0, rows.len()), "{rows:?}");
+        }
         // Ten tiles do not take a second round for rows that hardly take time.
         let short = pass(&[(2000, 300), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1)]);
         assert_eq!([9, 13, 14, 16].map(|blocks| ALL.items(&short, 0, by(32, blocks)).tile_blocks), [0, 0, 10, 10]);

@@ -18,6 +18,8 @@ use crate::cuda::fabric::Fabric;
 use crate::cuda::kernels::kernel::Kernel;
 use crate::cuda::kernels::launch::{Launch, NO_TOKEN, Report, Row, site_name};
 use crate::cuda::kernels::matrix::Matrix;
+#[cfg(test)]
+use crate::cuda::kernels::matrix::Pass;
 use crate::cuda::kernels::sizes::{MOST_STEPS, Sizes};
 use crate::cuda::kernels::unlooped::UNLOOPED_STEPS;
 use crate::cuda::kernels::variants::{FED_COLUMNS, LoopMode, Width};
@@ -126,6 +128,9 @@ pub struct Engine {
     /// Matrix passes compute whatever they can.
     #[cfg(test)]
     pub(in crate::cuda) matrix_only: bool,
+    /// The matrix pass that was put last.
+    #[cfg(test)]
+    pub(in crate::cuda) attended: Pass,
     /// What tests want of fed launches.
     #[cfg(test)]
     pub(in crate::cuda) feeding: Arc<Feeding>,
@@ -198,6 +203,8 @@ impl Engine {
             matrix,
             #[cfg(test)]
             matrix_only: false,
+            #[cfg(test)]
+            attended: Pass::default(),
             #[cfg(test)]
             feeding: Arc::default(),
             loop_mode,

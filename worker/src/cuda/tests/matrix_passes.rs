@@ -20,8 +20,8 @@ const BATCH_TOKENS: usize = 512;
 /// Spans are of 1024 positions.
 const CONTEXT: usize = 1536;
 const VOCAB: usize = 2048;
-/// Sets of warps of a KV head with which rows that decode are items, computed behind tiles, and with which each of their
-/// spans is, computed beside tiles.
+/// Sets of warps of a KV head with which rows that decode are items, computed behind tiles, and with which each of the
+/// spans of long ones is, computed beside tiles.
 const WHOLE_ROWS: usize = 1;
 const CUT_ROWS: usize = 1000;
 

@@ -107,7 +107,8 @@ pub struct Pass {
 impl Pass {
     /// Of the launches behind K and V of the last layer.
     fn of_last(self, last: Last) -> Self {
-        Self { blocks: last.blocks, tile_count: last.tiles, merge_count: last.merges, ..self }
+        let tile_blocks = last.tiles.min(self.tile_blocks.into()) as u16;
+        Self { blocks: last.blocks, tile_count: last.tiles, merge_count: last.merges, tile_blocks, ..self }
     }
 }
 

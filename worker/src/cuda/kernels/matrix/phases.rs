@@ -204,12 +204,11 @@ impl Steps {
     /// What a layer computes behind q, k and v of so many rows, and whether there is any of it.
     fn attend(&self, rows: u32, pass: &Pass) -> [(Phase, bool); 10] {
         let (tiles, cut) = (pass.tile_count > 0, pass.cut != 0);
-        let beside = tiles && pass.tile_blocks > 0;
         let [_, out, _, down] = self.products.cuts(rows);
         [
             (Phase::AttendTiles, tiles && !cut),
             (Phase::AttendCutTiles, tiles && cut),
-            (Phase::AttendSpans, pass.span_count > 0 && !beside),
+            (Phase::AttendSpans, pass.span_count > 0 && pass.tile_blocks == 0),
             (Phase::MergeSpans, pass.merge_count > 0),
             (Phase::AttentionOut.cut(out), true),
             (Phase::JoinOut, self.group),

@@ -359,6 +359,10 @@ impl Engine {
             sample_count: samples.len() as u32,
             ..pass
         };
+        #[cfg(test)]
+        {
+            self.attended = pass;
+        }
         self.items_used = self.items_used.max(end.next_multiple_of(2));
         // SAFETY: the words are written again only after `finish`, or once the pass that reads them has its tokens.
         unsafe { self.pools.items.write_async(first * size_of::<u32>(), &self.host_items[first..end], &self.stream)? };

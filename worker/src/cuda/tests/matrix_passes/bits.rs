@@ -58,7 +58,7 @@ fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits], sees_othe
         (1023, 1),
         (1024, 1),
         (1010, 30),
-        (1400, 1),
+        (1500, 1),
     ];
     for ordered in [false, true] {
         matrix_only(model, true);
@@ -77,6 +77,8 @@ fn check_mixed(model: &mut Model, sequence: &[u32], expected: &[Bits], sees_othe
         model.decoder.decoder.launcher.poison_words().unwrap();
         model.decoder.decoder.launcher.attend_by(if ordered { CUT_ROWS } else { WHOLE_ROWS });
         let got = model.step(&rows, &samples, Some(BATCH_TOKENS));
+        let attended = model.decoder.decoder.launcher.attended;
+        assert_eq!(attended.tile_blocks > 0, ordered, "rows are computed beside tiles");
         assert_eq!(is_nan(&got[0]), sees_others, "a neighbour was to be NaN");
         for ((_, (before, len)), got) in segments.iter().zip(&got[1..]) {
             assert!(*got == expected[before + len - 1], "{len} rows after {before}");
@@ -305,8 +307,8 @@ fn passes_of_2048_rows_repeat_their_bits() {
     }
 }
 
-/// Rows that decode behind up to four spans, whole and cut, and part of a prompt, whose tiles are cut, too, beside pages
-/// of NaN, and with warps held up: their bits are those of narrow passes.
+/// Rows that decode behind up to four spans, and part of a prompt, whose tiles are cut: whole rows behind tiles, and cut
+/// ones beside them, among pages of NaN, and with warps held up. Their bits are those of narrow passes.
 #[test]
 fn rows_far_on_have_their_bits() {
     const FAR: usize = 3600;
@@ -343,6 +345,10 @@ fn rows_far_on_have_their_bits() {
             for sets in [WHOLE_ROWS, CUT_ROWS] {
                 model.decoder.decoder.launcher.attend_by(sets);
                 let got = model.step(&rows, &samples, Some(BATCH_TOKENS));
+                let of = model.decoder.decoder.launcher.attended;
+                assert!(of.cut == 1 && (of.tile_blocks > 0) == (sets == CUT_ROWS), "{sets} sets: {of:?}");
+                // Those of the tile, and rows of several spans.
+                assert_eq!(of.merge_count as usize > PART.len(), sets == CUT_ROWS, "{sets} sets: {of:?}");
                 for ((row, got), expected) in rows.iter().zip(&got).zip(&expected) {
                     let both_nan = is_nan(got) && is_nan(expected);
                     assert!(got == expected || both_nan, "{defines:?}, {sets} sets, position {}", row.2);

@@ -307,8 +307,8 @@ fn passes_of_2048_rows_repeat_their_bits() {
     }
 }
 
-/// Rows that decode behind up to four spans, and part of a prompt, whose tiles are cut: whole rows behind tiles, and cut
-/// ones beside them, among pages of NaN, and with warps held up. Their bits are those of narrow passes.
+/// Rows that decode behind up to four spans, and part of a prompt, whose tiles are cut: whole rows behind tiles, and
+/// cut ones beside them, among pages of NaN, and with warps held up. Their bits are those of narrow passes.
 #[test]
 fn rows_far_on_have_their_bits() {
     const FAR: usize = 3600;

@@ -1,10 +1,10 @@
 //! Who attends to what in matrix passes, and which rows sample (kernels/matrix/layout.cuh).
 //!
-//! Rows of a sequence that has several in a pass are cut into tiles, and where these are fewer than blocks, by spans,
-//! too. A row that is alone of its sequence is an item, or, where sets of warps would idle, each of its spans is. Spans
-//! that are items are merged behind that. Longest first: what is left over at the end is short. But before others come
-//! those that the last layer needs, too: of the rows that sample. Few rows that are alone are computed beside tiles, by
-//! other blocks.
+//! Rows of a sequence that has several in a pass are cut into tiles, and where blocks would idle, by spans, too. A row
+//! that is alone of its sequence is an item, or, where sets of warps would idle, each of its spans is. Spans that are
+//! items are merged behind that. Longest first: what is left over at the end is short. But before others come those that
+//! the last layer needs, too: of the rows that sample. Few rows that are alone are computed beside tiles, by other
+//! blocks.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -203,9 +203,9 @@ impl Bounds {
         items
     }
 
-    /// The items of tiles and of rows that are alone, and [`Items::tile_blocks`], whichever take least time: tiles
-    /// whole or, where they are fewer than blocks, cut by spans; before those rows or, where each of these can have a
-    /// set of warps of its own, beside them.
+    /// The items of tiles, the longest first, and of rows that are alone, and [`Items::tile_blocks`], whichever take
+    /// least time: tiles whole or cut by spans; before those rows or, where each of these can have a set of warps of its
+    /// own, beside them.
     fn divide(
         &self,
         rows: &[Row],
@@ -224,7 +224,7 @@ impl Bounds {
             let divided = [0].into_iter().chain(beside).map(|beside| {
                 let sets = all_sets - all_sets * beside / blocks.max(1);
                 let lone = self.row_items(lone, (sets, all_sets), tiles.places);
-                let of_rows = lone.longest(sets);
+                let of_rows = lone.longest(sets, all_sets);
                 let time = match beside {
                     0 => tiles.time(blocks) + of_rows,
                     beside => tiles.time(beside).max(of_rows),
@@ -234,8 +234,14 @@ impl Bounds {
             let (time, lone, beside) = divided.min_by_key(|(time, ..)| *time).expect("one behind the other");
             (time, (tiles, lone, beside))
         };
-        let cut = (!tiles.is_empty() && tiles.len() < blocks).then(|| way(true));
-        [way(false)].into_iter().chain(cut).min_by_key(|(time, _)| *time).expect("whole").1
+        let whole = way(false);
+        // No less than even shares: of many tiles that are equally long none is cut to see that.
+        let costs = tiles
+            .iter()
+            .map(|tile| self.tile_pages(rows, tile))
+            .map(|pages| pages.len() * if spans_of(&pages).len() > 1 { CUT_COST } else { WHOLE_COST });
+        let cut = (costs.sum::<usize>() < whole.0 * blocks).then(|| way(true));
+        [whole].into_iter().chain(cut).min_by_key(|(time, _)| *time).expect("whole").1
     }
 
     /// The pages that the rows of a tile see.
@@ -266,6 +272,7 @@ impl Bounds {
             first = end;
         }
         lone.sort_by_key(|(_, pages)| Reverse(pages.len()));
+        tiles.sort_by_key(|tile| Reverse(self.tile_pages(rows, tile).len()));
         let (tiles, lone, beside) = self.divide(rows, &tiles, &lone, at_once);
         let words = |parts: Vec<Item>| parts.into_iter().map(|(_, part)| part).collect();
         items.merges = [tiles.merges, lone.merges].concat();
@@ -315,9 +322,12 @@ impl RowItems {
         items + if self.merges.is_empty() { 0 } else { all * MERGE_COST }
     }
 
-    /// How long the set takes that has most, and what adds spans, in quarters of a page of a tile.
-    fn longest(&self, sets: usize) -> usize {
-        let items = dealt(&self.parts, sets, Self::cost).into_iter().max().unwrap_or(0);
+    /// How long the set takes that has most, or memory, and what adds spans, in quarters of a page of a tile. A set that
+    /// reads alone takes three quarters of what it takes as one of the GPU's `all`.
+    fn longest(&self, sets: usize, all: usize) -> usize {
+        let items = dealt(&self.parts, sets, Self::cost);
+        let by_memory = (4 * items.iter().sum::<usize>()).div_ceil(3 * all.max(1));
+        let items = items.into_iter().max().unwrap_or(0).max(by_memory);
         WHOLE_COST * (items + if self.merges.is_empty() { 0 } else { MERGE_COST })
     }
 
@@ -430,6 +440,13 @@ mod tests {
         let tiles = |first, at_once| ALL.items(&pass(&[(first, 2); 3]), 0, by(32, at_once)).tiles.len();
         assert_eq!([3, 4, 5, 6].map(|at_once| tiles(2047, at_once)), [3, 3, 3, 9]);
         assert_eq!(tiles(1023, 100), 3);
+        // One that is far longer than the others is cut however many there are, and before others take the places.
+        let far = pass(&[(2000, 480), (50_000, 32)]);
+        for spans in [1600, 4096] {
+            let items = Bounds { spans, ..ALL }.items(&far, 0, by(32, 16));
+            let parts = items.tiles.iter().filter(|[tile, part]| *tile == 480 | 32 << 16 && *part != WHOLE).count();
+            assert_eq!(parts, 49, "{spans} places");
+        }
     }
 
     /// Tiles are not cut where rows that are alone compute beside them for as long.

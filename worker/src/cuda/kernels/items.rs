@@ -2,8 +2,8 @@
 //!
 //! Rows of a sequence that has several in a pass are cut into tiles, and where blocks would idle, by spans, too. A row
 //! that is alone of its sequence is an item, or, where sets of warps would idle, each of its spans is. Spans that are
-//! items are merged behind that. Longest first: what is left over at the end is short. But before others come those that
-//! the last layer needs, too: of the rows that sample. Few rows that are alone are computed beside tiles, by other
+//! items are merged behind that. Longest first: what is left over at the end is short. But before others come those
+//! that the last layer needs, too: of the rows that sample. Few rows that are alone are computed beside tiles, by other
 //! blocks.
 
 use std::cmp::Reverse;
@@ -204,8 +204,8 @@ impl Bounds {
     }
 
     /// The items of tiles, the longest first, and of rows that are alone, and [`Items::tile_blocks`], whichever take
-    /// least time: tiles whole or cut by spans; before those rows or, where each of these can have a set of warps of its
-    /// own, beside them.
+    /// least time: tiles whole or cut by spans; before those rows or, where each of these can have a set of warps of
+    /// its own, beside them.
     fn divide(
         &self,
         rows: &[Row],
@@ -322,8 +322,8 @@ impl RowItems {
         items + if self.merges.is_empty() { 0 } else { all * MERGE_COST }
     }
 
-    /// How long the set takes that has most, or memory, and what adds spans, in quarters of a page of a tile. A set that
-    /// reads alone takes three quarters of what it takes as one of the GPU's `all`.
+    /// How long the set takes that has most, or memory, and what adds spans, in quarters of a page of a tile. A set
+    /// that reads alone takes three quarters of what it takes as one of the GPU's `all`.
     fn longest(&self, sets: usize, all: usize) -> usize {
         let items = dealt(&self.parts, sets, Self::cost);
         let by_memory = (4 * items.iter().sum::<usize>()).div_ceil(3 * all.max(1));

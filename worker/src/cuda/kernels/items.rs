@@ -468,10 +468,10 @@ mod tests {
         };
         assert_eq!([14, 0, 40].map(far), [(8, 8), (0, 37), (0, 37)]);
         // A row behind a long context is cut, and has all blocks.
-        for (rows, prompt) in [([60_000].repeat(1), 480), ([16_000].repeat(4), 512), ([4000].repeat(1), 480)] {
-            let alone = rows.iter().map(|position| (*position, 1)).collect::<Vec<_>>();
-            let items = ALL.items(&pass(&[&[(0, prompt)], &alone[..]].concat()), 0, by(32, 16));
-            assert_eq!((items.tile_blocks, items.merges.len()), (0, rows.len()), "{rows:?}");
+        for (rows, position, prompt) in [(1, 60_000, 480), (4, 16_000, 512), (1, 4000, 480)] {
+            let sequences = [&[(0, prompt)], &vec![(position, 1); rows][..]].concat();
+            let items = ALL.items(&pass(&sequences), 0, by(32, 16));
+            assert_eq!((items.tile_blocks, items.merges.len()), (0, rows), "at {position}");
         }
         // Ten tiles do not take a second round for rows that hardly take time.
         let short = pass(&[(2000, 300), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1), (60, 1)]);

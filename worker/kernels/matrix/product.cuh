@@ -138,7 +138,8 @@ template <class P, Cut CUT, class WORK> LP_DEVICE void each_tile(u32 blocks, con
         group = (next - (GROUPS * pairs - 2 * doubles)) * 2 + side, first = count - 1, common = Common::kTokens;
       }
     } else {
-      const u32 two = min(unit / count, GROUPS / 2), of = unit - two * count, both = two < GROUPS / 2;
+      const bool both = unit / count < GROUPS / 2;
+      const u32 two = both ? unit / count : GROUPS / 2, of = unit - two * count;
       const u32 shared = both ? 2 * pairs : pairs;
       if (of < shared) group = 2 * two + (both ? of % 2 : 0), first = (both ? of / 2 : of) * 2 + side;
       else if (of < shared + count % 2) group = 2 * two + side, first = count - 1, common = Common::kTokens;

@@ -487,7 +487,7 @@ int main(int arguments, char** argument) {
   deal<Head><<<1, 1>>>(tiles + Tiles::head);
   CHECK(cudaDeviceSynchronize());
   if (arguments > 1 && !strcmp(argument[1], "--energy")) {
-    for (u32 rows : {128, 256, 384, 512, 640, 896, 1152, 2048})
+    for (u32 rows : {128, 256, 384, 512, 640, 896, 2048})
       if (rows <= kColumns) print_energies(rows);
     return 0;
   }

@@ -131,7 +131,8 @@ LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer,
         from = (const u8*)(launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head));
         to = Shared::scales_of(producer.slot()) - (Shared::ring + producer.slot() * kStageBytes), size = kScalesBytes;
       }
-      producer.issue(lane < (kScaledStages ? 3 : 2), from, to, size);
+      producer.issue(lane < (kScaledStages ? 3 : 2), from, to, size,
+                     bytes + (kScaledStages && !producer.second ? kScalesBytes : 0));
     }
   }
 }

@@ -43,9 +43,6 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
                 SUMS = TILES * C::bundle;
   static_assert(STEPS % RUN == 0 && C::steps % RUN == 0, "whole runs");
   static_assert(C::bundle == 1 || (TILES == 1 && STEPS == C::span_steps), "a bundle is a group of a tile");
-#pragma unroll
-  for (int s = 0; s < SLOTS; s++)
-    if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
   if (k % C::steps == 0) at.stage = consumer.wait();
   // Others become operands one after the other, while products run.
   constexpr bool kStoredAsUsed = P::format == Format::kBf16;
@@ -59,6 +56,9 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
       scales[r][t] = on ? RunScales<P::format>::load(run) : RunScales<P::format>{};
       a[r][t] = on ? StoredRun<P>::load(run) : StoredRun<P>{};
     }
+#pragma unroll
+  for (int s = 0; s < SLOTS; s++)  // while fragments are loaded
+    if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
   u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
 #pragma unroll
   for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
@@ -76,11 +76,12 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
       wgmma<N>(sum[C::bundle > 1 ? i / P::leaf_steps : t], of[t],
                wgmma_operand(operand[i / SLOT], i % SLOT * kStepBytes));
   }
-  wgmma_finish();
+  const bool ends = k + STEPS == C::span_steps;
+  wgmma_commit();
+  if ((k + STEPS) % C::steps == 0 || ends) consumer.release();  // its fragments are operands
+  wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < SUMS; i++) pin<N / 2>(sum[i]);
-  const bool ends = k + STEPS == C::span_steps;
-  if ((k + STEPS) % C::steps == 0 || ends) consumer.release();
 #pragma unroll
   for (int s = 0; s < SLOTS; s++)
     if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();

@@ -5,9 +5,10 @@
 
 namespace wide {
 
-/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at
-/// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange).
-constexpr u32 kAhead = 4, kAheadClocks = 2000;
+/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache, where
+/// a layer has so many of them that memory is what it waits for: at most so many stages, one in so many clocks (below
+/// memory's rate, because what flows then delays the exchange).
+constexpr u32 kAhead = kLayerBytes / kBlocks > (2 << 20) ? 4 : 0, kAheadClocks = 2000;
 
 /// Barriers of both rings; one thread calls it, before a fence of what it has written.
 LP_DEVICE void init_rings(u32 shared) {
@@ -37,44 +38,48 @@ struct Producer {
   u32 shared;
   u64 policy;
   // Stages. ahead: how many of those that are issued next are in the second-level cache.
-  u32 second, issued = 0, landed = 0, ahead = 0;
+  u32 second, issued = 0, ahead = 0;
 
   LP_DEVICE Producer(const Launch& launch, u32 shared, u32 warp)
       : launch(launch), shared(shared), policy(policy_evict_first()), second(warp == kStream1) {}
   LP_DEVICE static u32 lane() { return lane_index(); }
+  /// Whether what a lane copies, if it is `on`, is this warp's to copy.
+  LP_DEVICE bool takes(bool on) const { return on && (lane() & 1) == second; }
   /// Of the next stage.
   LP_DEVICE u32 slot() const { return issued % kStages; }
   /// Fills the next stage: each lane that is `on` copies `bytes` to offset `to` of it, which for what comes with a page
-  /// lies behind the ring. `following`: stages that lie behind it in memory.
-  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, u32 following = 0) {
-    const bool mine = on && (lane() & 1) == second;
-    const u32 slot = this->slot(), total = __reduce_add_sync(kAllLanes, mine ? bytes : 0),
-              full = shared + Shared::stage_full + 8 * slot;
-    // Released: orders the consumers' reads before the copies that overwrite them (block).
-    const u32 empty = shared + Shared::stage_empty + 8 * slot, phase = issued / kStages & 1 ^ 1;
+  /// lies behind the ring. `all`: bytes that this warp's lanes copy together. `following`: stages that lie behind it in
+  /// memory.
+  LP_DEVICE void issue(bool on, const u8* from, u32 to, u32 bytes, u32 all, u32 following = 0) {
+    const u32 slot = this->slot(), full = shared + Shared::stage_full + 8 * slot, before = issued - kInFlight;
+    // Lane 0 waits until the slot is released, which orders the consumers' reads before the copies that overwrite them
+    // (block), lane 1 until the stage has landed that bounds what is in flight: one request for both, because each
+    // queues behind all that the consumers load.
+    bool waits = lane() == 0 || (lane() == 1 && issued >= kInFlight);
+    const u32 barrier = lane() ? shared + Shared::stage_full + 8 * (before % kStages)
+                               : shared + Shared::stage_empty + 8 * slot,
+              phase = (lane() ? before / kStages : issued / kStages ^ 1) & 1;
+    const long long begun = clock64();
     long long hastened = 0;
-    for (const long long begun = clock64(); !any_lane(mbarrier_test_wait(empty, phase));) {
+    while (any_lane(waits = waits && !mbarrier_test_wait(barrier, phase))) {
       const long long now = clock64();
-      if (now - begun > kWithinWaitLimit) wait_failed(launch, kSiteSlotEmpty, phase, empty);
+      if (waits && now - begun > kWithinWaitLimit)
+        wait_failed(launch, lane() ? kSiteLanded : kSiteSlotEmpty, phase, barrier);
       if (ahead < following && ahead < kAhead && any_lane(now - hastened > kAheadClocks) && all_landed()) {
         hastened = now;
         ahead++;
-        if (mine) bulk_prefetch_l2(from + (u64)ahead * bytes, bytes, policy);
+        if (takes(on)) bulk_prefetch_l2(from + (u64)ahead * bytes, bytes, policy);
       }
     }
     ahead -= ahead > 0;
-    if (lane() == 0) {
-      // Landed: bounds what is in flight.
-      for (; landed + kInFlight <= issued; landed++)
-        wait_barrier(launch, shared + Shared::stage_full + 8 * (landed % kStages), landed / kStages & 1, kSiteLanded);
-      mbarrier_expect(full, total);
-    }
+    if (lane() == 0) mbarrier_expect(full, all);
     __syncwarp();
-    if (mine) bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full, policy);
+    if (takes(on)) bulk_load(shared + Shared::ring + slot * kStageBytes + to, from, bytes, full, policy);
     issued++;
   }
   LP_DEVICE void stream(const Part& part) {
     const u8* from = part.from;
+    const u32 all = __reduce_add_sync(kAllLanes, takes(part.on) ? part.run_bytes : 0);
     u32 left = part.leaves * part.leaf_runs;
 #pragma unroll 1
     for (u32 leaf = 0; leaf < part.leaves; leaf++)
@@ -83,7 +88,7 @@ struct Producer {
         const u32 runs = part.leaf_runs - k < part.runs ? part.leaf_runs - k : part.runs,
                   bytes = runs * part.run_bytes;
         left -= runs;
-        issue(part.on, from, part.to, bytes, left / part.runs);
+        issue(part.on, from, part.to, bytes, runs * all, left / part.runs);
         from += bytes;
       }
   }

@@ -200,7 +200,9 @@ int main() {
       threads.emplace_back([&, warp, of = &warps.emplace_back(1)] {
         warp_of_lane = of, threadIdx.x = 32 * warp;
         Producer producer(launch, 0, warp);
-        const auto put = [&](u32 what) { producer.issue(true, (const u8*)memory.at(what).data(), 0, kCopied); };
+        const auto put = [&](u32 what) {
+          producer.issue(true, (const u8*)memory.at(what).data(), 0, kCopied, warp == kStream0 ? kCopied : 0);
+        };
         for (u32 layer = 0; layer < kLayersOfOne; layer++) {
           for (u32 stage = 0; stage < kWeightStages; stage++) put(Plan::weights(layer, stage));
           for (u32 i = 0; i < plan.items.size(); i++)

@@ -89,10 +89,7 @@ template <> LP_DEVICE void wgmma<128>(float* c, const Quad& a, u64 b, u32 add) {
 
 /// Before the first product of a group, which reads registers that the warps wrote.
 LP_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-/// Ends a group of products and waits until all have run.
-LP_DEVICE void wgmma_finish() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+/// Ends a group of products.
 LP_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 /// Waits until at most GROUPS of the groups that were committed run.
 template <int GROUPS> LP_DEVICE void wgmma_wait() {

@@ -5,10 +5,12 @@
 
 namespace wide {
 
-/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache, where
-/// a layer has so many of them that memory is what it waits for: at most so many stages, one in so many clocks (below
-/// memory's rate, because what flows then delays the exchange).
-constexpr u32 kAhead = kLayerBytes / kBlocks > (2 << 20) ? 4 : 0, kAheadClocks = 2000;
+/// While the ring is full, during an exchange, weights of the same product go ahead into the second-level cache: at
+/// most so many stages, one in so many clocks (below memory's rate, because what flows then delays the exchange). Only
+/// where memory is what most of a layer waits for: with so many bytes of weights a block; of few bits, which take the
+/// consumers longer, more.
+constexpr u64 kLargeLayer = GateUp::format == Format::kBf16 ? 5 << 18 : 8 << 18;
+constexpr u32 kAhead = kLayerBytes / kBlocks > kLargeLayer ? 4 : 0, kAheadClocks = 2000;
 
 /// Barriers of both rings; one thread calls it, before a fence of what it has written.
 LP_DEVICE void init_rings(u32 shared) {
@@ -61,14 +63,17 @@ struct Producer {
               phase = (lane() ? before / kStages : issued / kStages ^ 1) & 1;
     const long long begun = clock64();
     long long hastened = 0;
-    while (any_lane(waits = waits && !mbarrier_test_wait(barrier, phase))) {
+    while (const u32 waiting = __ballot_sync(kAllLanes, waits = waits && !mbarrier_test_wait(barrier, phase))) {
       const long long now = clock64();
-      if (waits && now - begun > kWithinWaitLimit)
+      if ((int)lane() == __ffs(waiting) - 1 && now - begun > kWithinWaitLimit)
         wait_failed(launch, lane() ? kSiteLanded : kSiteSlotEmpty, phase, barrier);
-      if (ahead < following && ahead < kAhead && any_lane(now - hastened > kAheadClocks) && all_landed()) {
-        hastened = now;
-        ahead++;
-        if (takes(on)) bulk_prefetch_l2(from + (u64)ahead * bytes, bytes, policy);
+      if constexpr (kAhead > 0) {
+        const bool full = waiting & 1;
+        if (full && ahead < following && ahead < kAhead && any_lane(now - hastened > kAheadClocks) && all_landed()) {
+          hastened = now;
+          ahead++;
+          if (takes(on)) bulk_prefetch_l2(from + (u64)ahead * bytes, bytes, policy);
+        }
       }
     }
     ahead -= ahead > 0;

@@ -77,7 +77,8 @@ LP_DEVICE void compare_bits(float* scratch, Counts* counts, u32 order, u32 kind,
 #pragma unroll
     for (u32 s = 0; s < kLeafSteps; s++)
       wgmma<COLUMNS>(sum, a[s], wgmma_operand(b + s * (COLUMNS * 32)), s > 0 || (order == kOneChain && n > 0));
-    wgmma_finish();
+    wgmma_commit();
+    wgmma_wait<0>();
     pin<R>(sum);
     if (order == kOneChain && n + 1 < kLeaves) continue;
     float* result = pending + kResult * STRIDE;

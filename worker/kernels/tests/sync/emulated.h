@@ -71,7 +71,16 @@ template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are
 inline float shuffle_xor(float v, int mask) {
   return __builtin_bit_cast(float, shuffle_xor(__builtin_bit_cast(u32, v), mask));
 }
-inline u32 __ballot_sync(u32, bool v) { return (u32)v << lane_index(); }
+inline u32 __ballot_sync(u32, bool v) {
+  Warp& warp = *warp_of_lane;
+  if (warp.lanes == 1) return (u32)v << lane_index();
+  warp.values[lane_index()] = v;
+  warp.meet.arrive_and_wait();
+  u32 set = 0;
+  for (int lane = 0; lane < warp.lanes; lane++) set |= (u32)(warp.values[lane] != 0) << lane;
+  warp.meet.arrive_and_wait();
+  return set;
+}
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 /// Warps of all their lanes meet; what others have of a warp is ordered by its collectives alone.
 inline void __syncwarp() {

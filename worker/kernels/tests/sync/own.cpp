@@ -33,7 +33,6 @@ bool same(const Quad& a, const Quad& b) { return a.x == b.x && a.y == b.y && a.z
 inline u64 wgmma_operand(u32 address) { return address >> 4; }
 inline u64 wgmma_operand(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 inline void wgmma_fence() {}
-inline void wgmma_finish() {}
 inline void wgmma_commit() {
   groups.push_back(issued);
   issued.clear();

@@ -1,7 +1,7 @@
 // Pages of attention in the ring of a wide pass, with the kernel's own headers, under ThreadSanitizer: every consumer
 // warp sees the pages of its items, in order, among stages of weights; none is overwritten while it is read; nobody
 // waits without an end. Items are random: of one tile of columns or of two, of 1 to 16 pages; with a window the first
-// may be any. A warp is one lane.
+// may be any. A warp that streams is two lanes, another one.
 // `-DLP_UNHEARD` is the negative control: a set does not wait until the other's pages have landed. See run.sh.
 #include "emulated.h"
 
@@ -196,12 +196,14 @@ int main() {
           attend(consumer, Rows{plan.rows.data(), (u32)plan.rows.size(), 0}, layer);
         }
       });
-    for (const u32 warp : {kStream0, kStream1})
-      threads.emplace_back([&, warp, of = &warps.emplace_back(1)] {
-        warp_of_lane = of, threadIdx.x = 32 * warp;
+    for (const u32 lane_of_both : {2 * kStream0, 2 * kStream0 + 1, 2 * kStream1, 2 * kStream1 + 1})
+      threads.emplace_back([&, warp = lane_of_both / 2, lane = lane_of_both % 2,
+                            of = lane_of_both % 2 ? &warps.back() : &warps.emplace_back(2)] {
+        warp_of_lane = of, threadIdx.x = 32 * warp + lane;
         Producer producer(launch, 0, warp);
+        // Lane 0 of the first warp copies.
         const auto put = [&](u32 what) {
-          producer.issue(true, (const u8*)memory.at(what).data(), 0, kCopied, warp == kStream0 ? kCopied : 0);
+          producer.issue(lane == 0, (const u8*)memory.at(what).data(), 0, kCopied, warp == kStream0 ? kCopied : 0);
         };
         for (u32 layer = 0; layer < kLayersOfOne; layer++) {
           for (u32 stage = 0; stage < kWeightStages; stage++) put(Plan::weights(layer, stage));

@@ -185,7 +185,6 @@ inline void store_shared_16(u32 address, const float* v) { std::memcpy(shared_by
 inline u64 wgmma_operand(u32) { return 0; }
 inline u64 wgmma_operand(u64, u32) { return 0; }
 inline void wgmma_fence() {}
-inline void wgmma_finish() {}
 // Of products that are loaded ahead, of which these are none.
 inline void wgmma_commit() {}
 template <int GROUPS> void wgmma_wait() {}

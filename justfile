@@ -34,6 +34,16 @@ kernel-cache FOLDER *TESTS:
     LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_KERNEL_CACHE="$(realpath -m {{FOLDER}})" LOOPLANE_TESTS="{{TESTS}}" \
         cargo test --release --workspace --lib cuda::tests::driver -- --ignored --nocapture
 
+# The driver computes nothing, so what `bench` prints is thrown away.
+# Compiles the kernels of `looplane bench --device cuda ARGS`, on a machine that has no GPU.
+bench-kernels FOLDER *ARGS:
+    cargo build --release --workspace
+    mkdir -p target/driver {{FOLDER}}
+    "${CC:-cc}" -O1 -shared -fPIC -pthread -o target/driver/libcuda.so.1 worker/src/cuda/tests/driver.c
+    LOOPLANE_NVRTC="$(.ci/nvrtc)" LOOPLANE_KERNEL_CACHE="$(realpath {{FOLDER}})" \
+        LD_LIBRARY_PATH="$PWD/target/driver:${LD_LIBRARY_PATH:-}" \
+        target/release/looplane bench --device cuda {{ARGS}} > /dev/null
+
 # HTTP needs torch and safetensors, which make up the checkpoint.
 # The figures of one GPU in docs/benchmarks.md, as tables.
 gpu-figures *ARGS:

@@ -54,23 +54,6 @@ inline u32 exchanged(u32 mine, int from) {
 }
 inline u32 shuffle(u32 v, int lane) { return exchanged(v, lane); }
 inline u32 shuffle_xor(u32 v, int mask) { return exchanged(v, lane_index() ^ mask); }
-/// How often lanes have met in `any_lane`.
-inline std::atomic<u32> lanes_met{0};
-inline bool any_lane(bool v) {
-  Warp& warp = *warp_of_lane;
-  if (warp.lanes == 1) return v;
-  warp.values[lane_index()] = v;
-  warp.meet.arrive_and_wait();
-  if (lane_index() == 0) lanes_met++;
-  bool any = false;
-  for (int lane = 0; lane < warp.lanes; lane++) any |= warp.values[lane] != 0;
-  warp.meet.arrive_and_wait();
-  return any;
-}
-template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are warps of one lane here
-inline float shuffle_xor(float v, int mask) {
-  return __builtin_bit_cast(float, shuffle_xor(__builtin_bit_cast(u32, v), mask));
-}
 inline u32 __ballot_sync(u32, bool v) {
   Warp& warp = *warp_of_lane;
   if (warp.lanes == 1) return (u32)v << lane_index();
@@ -80,6 +63,17 @@ inline u32 __ballot_sync(u32, bool v) {
   for (int lane = 0; lane < warp.lanes; lane++) set |= (u32)(warp.values[lane] != 0) << lane;
   warp.meet.arrive_and_wait();
   return set;
+}
+/// How often lanes have met in `any_lane`.
+inline std::atomic<u32> lanes_met{0};
+inline bool any_lane(bool v) {
+  const bool any = __ballot_sync(kAllLanes, v) != 0;
+  if (warp_of_lane->lanes > 1 && lane_index() == 0) lanes_met++;
+  return any;
+}
+template <class T> T shuffle(T v, int) { return v; }  // of consumers, which are warps of one lane here
+inline float shuffle_xor(float v, int mask) {
+  return __builtin_bit_cast(float, shuffle_xor(__builtin_bit_cast(u32, v), mask));
 }
 inline int __ffs(u32 v) { return __builtin_ffs((int)v); }
 /// Warps of all their lanes meet; what others have of a warp is ordered by its collectives alone.

@@ -1,8 +1,8 @@
 // The weight stream and the partials of one block, with the kernel's own headers, under ThreadSanitizer: every consumer
 // warp gets the fragments that the layout says, in order, and no slot is written while it is read. `-DLP_RELEASE_EARLY`
 // is the negative control: slots are given back before they are read. What full rings bring into L2 is what they were
-// told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show. Of
-// several ranks warps without a leaf pass over chunks of others; `-DLP_UNAWAITED` lets them go on before those have
+// told to look ahead to. No more is in flight than paced rings may have; `-DLP_UNPACED`, which paces none, must show.
+// Of several ranks warps without a leaf pass over chunks of others; `-DLP_UNAWAITED` lets them go on before those have
 // landed. See run.sh.
 #include "emulated.h"
 

@@ -28,12 +28,6 @@ inline void meet_lanes() {
   if (warp_of_lane->lanes > 1) warp_of_lane->meet.arrive_and_wait();
 }
 #define __syncwarp meet_lanes
-inline u32 ballot(u32, bool v) {
-  u32 all = 0;
-  for (int lane = 0; lane < 32; lane++) all |= exchanged(v, lane) << lane;
-  return all;
-}
-#define __ballot_sync ballot
 inline u32 __shfl_down_sync(u32, u32 v, u32 by) { return exchanged(v, std::min(lane_index() + by, 31u)); }
 
 /// The threads of a block, and of both.

@@ -102,7 +102,7 @@ LP_DEVICE void produce(const Launch& launch, u32 shared, u32 warp) {
             fence_async_global();
           }
           reached(launch, step, warp, layer, 1);
-          stream_attention(producer, rows, layer, generation_of(step, layer));
+          stream_attention(producer, rows, layer);
         }
       }
       reached(launch, step, warp, layer, 3);
@@ -178,20 +178,8 @@ struct Team {
     wait_barrier(launch, shared + Shared::norms + 8 * norm, generation & 1 ^ 1, kSiteNorm);
     __syncwarp();
   }
-  /// Where each column's K and V of this step go, and the embedding of its token: of the launch in step 0, then what it
-  /// sampled.
+  /// The embedding of each column's token: of the launch in step 0, then what it sampled.
   LP_DEVICE void begin(const Rows& rows, const Choice& choice) {
-    if (thread_index() < kColumns) {
-      const u32 row = thread_index();
-      u32 place = ~0u;
-      if (rows.active(row)) {
-        const u32 position = rows.position(row),
-                  page = load_constant_u32(launch.page_table + rows.rows[row].slot * launch.page_stride +
-                                           position / kPage);
-        place = page * kPage + position % kPage;
-      }
-      store_shared_u32(shared + Shared::place + row * 4, place);
-    }
     const u32 tag = tag_of(launch, rows.step, 0);
     hidden.embed(
         [&](u32 row) {
@@ -210,9 +198,7 @@ struct Team {
     reached(launch, step, warp_index(), layer, 2);
     wait_norm(0, x_generation(step, layer));
     reached(launch, step, warp_index(), layer, 12);
-    Projection{launch, shared}.write(rows, receive, layer);
-    reached(launch, step, warp_index(), layer, 13);
-    publish_tiles<Qkv, kQkvTiles>(launch, Words::queries_ready);
+    Projection{launch, shared}.write(rows, receive, layer, tag_of(launch, step, layer));
     reached(launch, step, warp_index(), layer, 3);
     attend(consumer, rows, layer);
     receive.end();

@@ -9,6 +9,9 @@
 // for only when what was in the same slot before has landed, or parities would alias. Within an item that is the warp's
 // own page before; and before a set goes on it waits until the other set has seen all pages of its item land.
 //
+// K and V of this step's positions are not in the pages that are copied. They come as words, with the queries, and each
+// warp puts them into its page in shared memory, and the row's own into the page in memory.
+//
 // Rows of more than one span meet through words in memory: {two dimensions, tag, reference or sum}, as pages do in
 // narrow passes.
 #pragma once
@@ -52,7 +55,8 @@ struct Merged {
   LP_DEVICE void receive(const Launch& launch, const u8* words, u32 tag) {
     const u32 lane = lane_index();
     u32 x[kLaneDims / 2], y[kLaneDims / 2], extra[kLaneDims / 2];
-    receive_words<kLaneDims / 2>(launch, words + lane * 16, 32 * 16, tag, x, y, extra, kSitePage);
+    receive_words<kLaneDims / 2>(
+        launch, [&](u32 i) { return words + (i * 32 + lane) * 16; }, tag, x, y, extra, kSitePage);
 #pragma unroll
     for (u32 i = 0; i < kLaneDims / 2; i++) out[2 * i] = __uint_as_float(x[i]), out[2 * i + 1] = __uint_as_float(y[i]);
     reference = __uint_as_float(shuffle(extra[0], lane & ~1));
@@ -73,53 +77,50 @@ LP_DEVICE u8* span_words(const Launch& launch, u32 row, u32 head, u32 span) {
 
 /// Whether a warp's pages of an item all come to the same slot of the ring.
 constexpr bool kOwnPages = kSpanShares == kStages;
-constexpr u32 kRound = kSetWarps, kColumnBytes = (kHeadDim + 8) * 4;  // without bank conflicts
-constexpr u32 kShareBytes = kRound * kColumnBytes, kSetScratch = kSpanShares * (kShareBytes + kRound * 8);
-static_assert(kSets * kSetScratch <= Shared::scratch, "shares fit the receive buffer");
-/// The set's shares of an item, four columns at a time, of which each warp then has one. begin: first row of the group;
+constexpr u32 kColumnBytes = (kHeadDim + 4) * 4;  // without bank conflicts
+constexpr u32 kShareBytes = 8 * kColumnBytes, kSetScratch = kSpanShares * (kShareBytes + 8 * 8);
+static_assert(kSets * kSetScratch <= kInputSlots * kInputSteps * kStepBytes, "shares fit the slots of activations");
+/// The set's shares of an item meet where activations lie otherwise: those of qkv have been used, and o's are not
+/// fetched before all blocks have attended. Then each warp has some of the columns. begin: first row of the group;
 /// `whole`: the span is all that its rows see; place: among the spans that they see.
 LP_DEVICE void merge_shares(const Consumer& consumer, const AttentionItem& item, const Share& share, u32 begin,
                             u32 first, u32 columns, bool whole, u32 place, u32 tag) {
   const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, set = warp_index() / kSetWarps,
             number = warp_index() % kSetWarps;
-  const u32 outputs = consumer.shared + Shared::receive + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
-  const u32 to = outputs + number * kShareBytes + t % 2 * 2 * kColumnBytes + g * 4,
-            from = outputs + number * kColumnBytes + lane * kLaneDims * 4;
+  const u32 outputs = consumer.shared + Shared::input + set * kSetScratch, sums = outputs + kSpanShares * kShareBytes;
+  const u32 to = outputs + number * kShareBytes + 2 * t * kColumnBytes + g * 4;
 #pragma unroll
-  for (u32 r = 0; r < 8 / kRound; r++) {
-    if (first + r * kRound >= columns) break;
-    if (t / 2 == r % 2) {
+  for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
+    for (int j = 0; j < kDimTiles; j++)
+      store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[j][i]);
 #pragma unroll
-        for (int j = 0; j < kDimTiles; j++)
-          store_shared_f32(to + (i & 1) * kColumnBytes + (16 * j + 8 * (i >> 1)) * 4, share.out[j][i]);
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        const u32 sum = sums + (number * kRound + t % 2 * 2 + c) * 8;
-        if (g == 0) store_shared_f32(sum, share.reference[c]), store_shared_f32(sum + 4, share.total[c]);
-      }
-    }
-    barrier_sync(2 + set, kSetWarps * 32);
-    const u32 column = first + r * kRound + number;
-    if (column < columns) {
-      const auto part = [&](u32 share) {
-        Merged m;
-        m.reference = load_shared_f32(sums + (share * kRound + number) * 8);
-        m.total = load_shared_f32(sums + (share * kRound + number) * 8 + 4);
-#pragma unroll
-        for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(from + share * kShareBytes + i * 4);
-        return m;
-      };
-      Merged span = part(0);
-#pragma unroll
-      for (u32 share = 1; share < kSpanShares; share++) span.add(part(share));
-      const u32 row = begin + column / kQueriesPerKv, head = item.kv_head * kQueriesPerKv + column % kQueriesPerKv;
-      if (whole) span.write(consumer.launch, head, row);
-      else span.publish(span_words(consumer.launch, row, head, place), tag);
-    }
-    barrier_sync(2 + set, kSetWarps * 32);
+  for (int c = 0; c < 2; c++) {
+    const u32 sum = sums + (number * 8 + 2 * t + c) * 8;
+    if (g == 0) store_shared_f32(sum, share.reference[c]), store_shared_f32(sum + 4, share.total[c]);
   }
+  barrier_sync(2 + set, kSetWarps * 32);
+#pragma unroll 1
+  for (u32 of = number; of < 8 && first + of < columns; of += kSetWarps) {
+    const auto part = [&](u32 share) {
+      const u32 from = outputs + share * kShareBytes + of * kColumnBytes + lane * kLaneDims * 4,
+                sum = sums + (share * 8 + of) * 8;
+      Merged m;
+      m.reference = load_shared_f32(sum);
+      m.total = load_shared_f32(sum + 4);
+#pragma unroll
+      for (u32 i = 0; i < kLaneDims; i++) m.out[i] = load_shared_f32(from + i * 4);
+      return m;
+    };
+    Merged span = part(0);
+#pragma unroll
+    for (u32 share = 1; share < kSpanShares; share++) span.add(part(share));
+    const u32 column = first + of, row = begin + column / kQueriesPerKv,
+              head = item.kv_head * kQueriesPerKv + column % kQueriesPerKv;
+    if (whole) span.write(consumer.launch, head, row);
+    else span.publish(span_words(consumer.launch, row, head, place), tag);
+  }
+  barrier_sync(2 + set, kSetWarps * 32);
 }
 
 /// A tile, from column `first` on, of an item: this warp's pages of it. `alone`: the other set has no part in it.
@@ -127,9 +128,14 @@ template <class BEGIN, class LANDED>
 LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const AttentionItem& item, u32 layer, u32 first,
                            u32 columns, bool alone, const BEGIN& begin_stages, const LANDED& landed) {
   const Launch& launch = consumer.launch;
-  const u32 t = thread_index() & 3, begin = group_begin(rows, item.last), number = warp_index() % kSetWarps;
-  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin);
-  Share share(launch, item.kv_head, begin, first, columns);
+  const Row& row = rows.rows[item.last];
+  const u32 t = thread_index() & 3, g = lane_index() >> 2, begin = group_begin(rows, item.last),
+            number = warp_index() % kSetWarps, tag = tag_of(launch, rows.step, layer);
+  const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin),
+            first_fresh = row.first_position + rows.step;
+  Fresh fresh;
+  u32 held = high;  // the position that `fresh` is of
+  Share share(launch, item, begin, first, columns, tag, fresh);
   begin_stages();
   // Without a page of its own.
   if (kOwnPages && item.pages <= (number - item.begin) % kSpanShares) landed();
@@ -146,25 +152,49 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
       }
       continue;
     }
+    const bool whole = base >= low && base + kPage - 1 <= earliest, patched = base + kPage > first_fresh;
+    const bool pooled = patched || (kQkNorm && !kScaledStages);
+    const u32 of_pool = pooled ? load_constant_u32(pages_of(launch, row.slot) + page) : 0;
+    float* stored = launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head);
     float k[kPageLeaves][2] = {};
-    if constexpr (kQkNorm) fetch_k_scale(launch, rows, item, layer, page, k);
+    if constexpr (kQkNorm && !kScaledStages) fetch_k_scale(stored, page, first_fresh, k);
     const u32 stage = consumer.wait();
-    if constexpr (kScaledStages)
-      take_k_scale(consumer, page, rows.rows[item.last].first_position + rows.step, k);
+    if constexpr (kScaledStages) take_k_scale(consumer, page, first_fresh, k);
     if (i + (kOwnPages ? kSpanShares : 1) >= item.pages) landed();
-    const bool whole = base >= low && base + kPage - 1 <= earliest;
     if (!whole) clear_outside(stage, low > base ? low - base : 0, high + 1 > base ? min(high + 1 - base, kPage) : 0);
+    if (any_lane(patched)) {
+      const u32 oldest = first_fresh > base ? first_fresh : base, newest = min(high, base + kPage - 1);
+      u8* in_pool = launch.kv + page_byte(layer, launch.kv_pages, of_pool, item.kv_head);
+#pragma unroll 1
+      for (u32 position = newest + 1; any_lane(position > oldest);) {
+        position--;
+        if (any_lane(position != held))
+          fresh.receive(launch, item.kv_head, row.first_row + (position - first_fresh), tag), held = position;
+        // Those of the group's own rows are kept, by one of its sets.
+        fresh.put(stage, position - base, position >= earliest && first == 0 ? in_pool : nullptr);
+        if constexpr (kQkNorm) {
+#pragma unroll
+          for (u32 l = 0; l < kPageLeaves; l++)
+#pragma unroll
+            for (u32 r = 0; r < 2; r++)
+              if (base + l * kLeafPositions + g + 8 * r == position) k[l][r] = fresh.k;
+          if (lane_index() == 0) stored[position - base] = fresh.k;
+        }
+      }
+    }
+    // Both sets have changed the page: neither reads it before the other is through.
+    if (any_lane(!alone && (patched || !whole))) barrier_sync(6 + number, 64);
     const bool never = share.add_page(
         stage, whole,
         [&](u32 at, u32 c) {
           return base + at >= low && base + at <= earliest + (first + 2 * t + c) / kQueriesPerKv;
         },
         k);
-    if (!whole) fence_async_shared();  // orders what was zeroed before the copies that use the slot again
+    if (patched || !whole) fence_async_shared();  // orders what was written before the copies that use the slot again
     consumer.release(never, (kOwnPages ? kSetWarps : 1) + (alone ? kSetWarps : 0));
   }
   merge_shares(consumer, item, share, begin, first, columns, spans_of(rows, item.last) == 1,
-               item.begin / kSpanPages - first_span(rows, item.last), tag_of(launch, rows.step, layer));
+               item.begin / kSpanPages - first_span(rows, item.last), tag);
 }
 
 /// Rows of several spans: each (row, query head) is merged by one warp of the grid.
@@ -190,18 +220,6 @@ LP_DEVICE void merge_spans(const Consumer& consumer, const Rows& rows, u32 tag) 
 LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
   const auto set = [] { return warp_index() / kSetWarps; };
   AttentionItems items(consumer.launch, consumer.shared, rows);
-  if (items.any()) {
-    const u32 generation = generation_of(rows.step, layer);
-    wait_queries(consumer.launch, own_kv_head(), generation);
-    // The shares of items lie where sums of qkv were that the peer fetches: it has them when its tiles are published.
-    if constexpr (QkvCut::halves && attends_elsewhere()) {
-      const PairHeads heads = PairHeads::of(pair());
-#pragma unroll 1
-      for (u32 head = heads.first; head < heads.end; head++)
-        if (head != own_kv_head()) wait_queries(consumer.launch, head, generation);
-    }
-  }
-  reached(consumer.launch, rows.step, warp_index(), layer, 10);
   bool others = false;  // the item before was the other set's
   // Sets take turns by items of a single tile, whatever lies between them: so neither tells twice before it is heard.
   for (u32 turn = 0; items.any();) {
@@ -227,7 +245,7 @@ LP_DEVICE void attend(Consumer& consumer, const Rows& rows, u32 layer) {
   }
   reached(consumer.launch, rows.step, warp_index(), layer, 11);
   merge_spans(consumer, rows, tag_of(consumer.launch, rows.step, layer));
-  fence_async_shared();  // orders the scratch before what the pair sends there
+  fence_async_shared();  // orders the scratch before the activations that are copied there
   publish(consumer.launch, Words::outputs_ready);
 }
 

@@ -28,32 +28,6 @@ LP_DEVICE u32 spans_of(const Rows& rows, u32 last) {
 
 constexpr u32 kHeadBlocks = kBlocks / kKvHeads;  // those that are left over attend to nothing
 LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
-/// KV heads, first to end, of the row tiles of qkv that a pair owns: none if it owns none.
-struct PairHeads {
-  u32 first, end;
-
-  LP_DEVICE static constexpr PairHeads of(u32 pair) {
-    const int begin = Qkv::first_tile((int)pair * 2), end = Qkv::first_tile((int)pair * 2 + 2);
-    if (begin == end) return PairHeads{0, 0};
-    return PairHeads{(u32)(begin / kQkvTiles), (u32)((end - 1) / kQkvTiles + 1)};
-  }
-};
-/// Whether a block may attend to another KV head than those of its pair's row tiles.
-LP_DEVICE constexpr bool attends_elsewhere() {
-  for (u32 block = 0; block < kKvHeads * kHeadBlocks; block++) {
-    const PairHeads heads = PairHeads::of(block / 2);
-    for (u32 head = heads.first; head < heads.end; head++)
-      if (head != block / kHeadBlocks) return true;
-  }
-  return false;
-}
-constexpr bool has_heads_of_pairs() {
-  for (int pair = 0; pair < kPairs; pair++)
-    if (PairHeads::of(pair).end > kKvHeads) return false;
-  return true;
-}
-static_assert(has_heads_of_pairs(), "each has a counter");
-
 struct AttentionItem {
   u32 kv_head, last;  // the group's last row
   u32 begin, pages;   // those of a span that the group sees
@@ -107,20 +81,17 @@ struct AttentionItems {
   }
 };
 
-/// The pages of the block's items. Those that this pass adds to come after the KV head's counter.
-LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer, u32 generation) {
+/// The pages of the block's items. What this step appends to them is not awaited: who attends puts it in (Fresh).
+LP_DEVICE void stream_attention(Producer& producer, const Rows& rows, u32 layer) {
   const Launch& launch = producer.launch;
   const u32 lane = lane_index();
-  bool ready = false;
   for (AttentionItems items(launch, producer.shared, rows); items.any();) {
     const AttentionItem item = items.next();
-    const Row& row = rows.rows[item.last];
-    const u32 last = rows.position(item.last), fresh = (row.first_position + rows.step) / kPage;
+    const u32 last = rows.position(item.last);
     u32 entry = 0;
     if (lane < item.pages)
-      entry = load_constant_u32(pages_of(launch, row.slot) + item.begin + lane);
+      entry = load_constant_u32(pages_of(launch, rows.rows[item.last].slot) + item.begin + lane);
     for (u32 i = 0; i < item.pages; i++) {
-      if (item.begin + i >= fresh && !ready) wait_queries(launch, item.kv_head, generation), ready = true;
       // Of the last page only the leaves that are begun; what else lies in the slot is masked.
       const u32 leaves = item.begin + i == last / kPage ? last % kPage / kLeafPositions + 1 : kPageLeaves,
                 bytes = leaves * (kLeafBytes / 2);

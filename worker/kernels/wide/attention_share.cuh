@@ -1,7 +1,60 @@
-// What a warp does with pages: the share of a span that it owns, with an online maximum.
+// What a warp does with pages: the share of a span that it owns, with an online maximum; and what this step adds to
+// them.
 #pragma once
 
 namespace wide {
+
+/// K and V of a position of this step, which the page that was copied does not have yet.
+struct Fresh {
+  static constexpr int kWords = kDimTiles / 4;  // of a lane: K's, then V's
+  static constexpr u32 kStride = 8 * kColumns * kQkvWordBytes;
+  u32 x[kWords], y[kWords];
+  float k;  // 1 / rms of K (kQkNorm)
+
+  /// The lane's first word of a row.
+  LP_DEVICE static const u8* words(const Launch& launch, u32 kv_head, u32 row) {
+    const u32 lane = lane_index();
+    return launch.words + qkv_word(kv_head, kQueriesPerKv * kDimTiles + lane / 4, row) + lane % 4 * 16;
+  }
+  LP_DEVICE void receive(const Launch& launch, u32 kv_head, u32 row, u32 tag) {
+    const u8* from = words(launch, kv_head, row);
+    u32 of_x[kWords], of_y[kWords], squares[kWords];
+    receive_words<kWords>(launch, [&](u32 j) { return from + j * kStride; }, tag, of_x, of_y, squares, kSiteFresh);
+    take(of_x, of_y, squares);
+  }
+  LP_DEVICE void take(const u32* of_x, const u32* of_y, const u32* squares) {
+#pragma unroll
+    for (int i = 0; i < kWords; i++) x[i] = of_x[i], y[i] = of_y[i];
+    if constexpr (!kQkNorm) return;
+    float sum = lane_index() / 4 < kDimTiles ? __uint_as_float(squares[0]) : 0;
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) sum += shuffle_xor(sum, d);
+    k = inverse_rms<kHeadWidth>(shuffle(sum, 0));
+  }
+  /// Into a page in shared memory at `stage`, at position `at` of it; into the one in memory, too, if there is a `page`.
+  /// A whole warp calls it.
+  LP_DEVICE void put(u32 stage, u32 at, u8* page) const {
+#pragma unroll
+    for (int i = 0; i < kWords; i++) {
+      const u32 tile = i * 8 + lane_index() / 4, dim = tile % kDimTiles * 16 + lane_index() % 4 * 2;
+      const bool key = tile < kDimTiles;
+      const u32 to = key ? k_byte(at, dim) : v_byte(at, dim);
+      if (key) {
+        store_shared_u32(stage + to, x[i]);
+        store_shared_u32(stage + to + 128, y[i]);
+        if (page) store_u32(page + to, x[i]), store_u32(page + to + 128, y[i]);
+      } else {
+        const u32 v[4] = {x[i], x[i] >> 16, y[i], y[i] >> 16};  // of dimensions d, d + 1, d + 8, d + 9
+#pragma unroll
+        for (u32 d = 0; d < 4; d++) {
+          store_shared_u16(stage + to + d / 2 * 128 + d % 2 * 16, v[d]);
+          if (page) store_u16(page + to + d / 2 * 128 + d % 2 * 16, v[d]);
+        }
+      }
+    }
+    __syncwarp();
+  }
+};
 
 /// What an n8 tile of a group's columns has of a share: columns 2 t and 2 t + 1 of the tile.
 struct Share {
@@ -10,33 +63,34 @@ struct Share {
   float reference[2], total[2] = {};
   float out[kDimTiles][4] = {};  // dimensions 16 j + g and + 8
 
-  /// first: column of the group; begin: its first row.
-  LP_DEVICE Share(const Launch& launch, u32 kv_head, u32 begin, u32 first, u32 columns) {
+  /// first: column of the group; begin: its first row. `fresh`: K and V of the item's last position, which come with
+  /// the queries.
+  LP_DEVICE Share(const Launch& launch, const AttentionItem& item, u32 begin, u32 first, u32 columns, u32 tag,
+                  Fresh& fresh) {
+    constexpr u32 WORDS = kDimTiles + Fresh::kWords;
     const u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
-    const u32 column = first + g, row = begin + column / kQueriesPerKv,
-              query = column % kQueriesPerKv * kDimTiles;
-    const bool on = column < columns;
+    const bool on = first + g < columns;
+    const u32 column = on ? first + g : first, row = begin + column / kQueriesPerKv;
+    const u8 *query = launch.words + qkv_word(item.kv_head, column % kQueriesPerKv * kDimTiles, row) + t * 16,
+             *newest = Fresh::words(launch, item.kv_head, item.last);
+    const auto at = [&](u32 j) {
+      return j < kDimTiles ? query + j * (kColumns * kQkvWordBytes) : newest + (j - kDimTiles) * Fresh::kStride;
+    };
+    u32 x[WORDS], y[WORDS], extra[WORDS];
+    receive_words<WORDS>(launch, at, tag, x, y, extra, kSiteQuery);
+    float squares[kDimTiles];
 #pragma unroll
-    for (int j = 0; j < kDimTiles; j++)
-#pragma unroll
-      for (u32 h = 0; h < 2; h++)
-        queries[j][h] =
-            on ? load_relaxed_u32(launch.words + Words::queries + query_byte(kv_head, query + j, h, row) + t * 4) : 0;
-    float inverse = 1;
-    if (kQkNorm && on) inverse = inverse_of_head(launch, kv_head, query, row);
+    for (int j = 0; j < kDimTiles; j++) {
+      queries[j][0] = on ? x[j] : 0, queries[j][1] = on ? y[j] : 0;
+      squares[j] = __uint_as_float(extra[j]);
+    }
+    const float inverse = kQkNorm && on ? inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(squares)) : 1;
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       reference[c] = kMinusInfinity;
       scale[c] = kQkNorm ? kScoreScale * shuffle(inverse, 8 * t + 4 * c) : kScoreScale;
     }
-  }
-  LP_DEVICE static float inverse_of_head(const Launch& launch, u32 kv_head, u32 tile, u32 row) {
-    float squares[kDimTiles];
-#pragma unroll
-    for (int j = 0; j < kDimTiles; j++)
-      squares[j] = __uint_as_float(
-          load_relaxed_u32(launch.words + Words::squares + square_byte(kv_head, tile + j, row)));
-    return inverse_rms<kHeadWidth>(tree_sum<kDimTiles>(squares));
+    fresh.take(x + kDimTiles, y + kDimTiles, extra + kDimTiles);
   }
   /// Adds a page, in shared memory at `stage`. seen(position of the page, column): whether that column sees it;
   /// `whole`: all do. k: 1 / rms (kQkNorm). True never, which only the products know.
@@ -121,29 +175,15 @@ struct Share {
   }
 };
 
-/// 1 / rms of k at positions 16 l + g and + 8 of a page: of this pass from what qkv left, which is kept for later
-/// passes; of others from memory, or, where the page brings them (kScaledStages), by take_k_scale.
-LP_DEVICE void fetch_k_scale(const Launch& launch, const Rows& rows, const AttentionItem& item, u32 layer, u32 page,
-                             float (*k)[2]) {
-  const u32 lane = lane_index(), g = lane >> 2, t = lane & 3, last = rows.position(item.last);
-  const Row& row = rows.rows[item.last];
-  const u32 fresh = row.first_position + rows.step;
-  if (kScaledStages && page * kPage + kPage <= fresh) return;
-  const u32 of_pool = load_constant_u32(launch.page_table + row.slot * launch.page_stride + page);
-  float* stored = launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head);
+/// 1 / rms of K at positions 16 l + g and + 8 of a page, of those before `fresh`, from memory. Where the page brings
+/// them, take_k_scale does that.
+LP_DEVICE void fetch_k_scale(const float* stored, u32 page, u32 fresh, float (*k)[2]) {
 #pragma unroll
   for (u32 l = 0; l < kPageLeaves; l++)
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
-      const u32 at = l * kLeafPositions + g + 8 * r, position = page * kPage + at;
-      if (position > last) continue;
-      if (position < fresh) {
-        if constexpr (!kScaledStages) k[l][r] = load_relaxed_f32(stored + at);
-      } else {
-        k[l][r] = Share::inverse_of_head(launch, item.kv_head, kQueriesPerKv * kDimTiles,
-                                        row.first_row + (position - fresh));
-        if (t == 0) stored[at] = k[l][r];
-      }
+      const u32 at = l * kLeafPositions + (lane_index() >> 2) + 8 * r;
+      if (page * kPage + at < fresh) k[l][r] = load_relaxed_f32(stored + at);
     }
 }
 /// Those of positions before `fresh`, of the page that is awaited; what lies behind the last one may be anything.

@@ -6,8 +6,6 @@ namespace wide {
 LP_DEVICE float inverse_of(u32 shared, int norm, u32 column) {
   return load_shared_f32(shared + Shared::inverse + (norm * kColumns + column) * 4);
 }
-/// Position of a column's new K and V in the pool; ~0 if the column idles.
-LP_DEVICE u32 place_in_pool(u32 shared, u32 column) { return load_shared_u32(shared + Shared::place + column * 4); }
 
 /// A (row tile, column) of q, k or v a thread and round.
 struct Projection {
@@ -24,14 +22,12 @@ struct Projection {
   LP_DEVICE static int head(int round) { return tile(round) % kQkvTiles / kDimTiles; }
   LP_DEVICE static int piece(int round) { return tile(round) % kDimTiles; }
 
-  /// Norm, bias and rope; q to this step's attention, k and v into their pages.
-  LP_DEVICE void write(const Rows& rows, const Receive& receive, u32 layer) const {
+  /// Norm, bias and rope; q, k and v to this step's attention.
+  LP_DEVICE void write(const Rows& rows, const Receive& receive, u32 layer, u32 tag) const {
 #pragma unroll
     for (int r = 0; r < kRounds; r++) {
-      const u32 place = on(r) ? place_in_pool(shared, column(r)) : ~0u;
-      if (place == ~0u) continue;
-      const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles,
-                query_tile = head * kDimTiles + piece;
+      if (!on(r) || !rows.active(column(r))) continue;
+      const int head = Projection::head(r), piece = Projection::piece(r), kv_head = tile(r) / kQkvTiles;
       Quad turns[4] = {};  // of rows r and r + 8: cosine, sine
       if (head <= kQueriesPerKv) {
         const u8* turn = (const u8*)launch.rope + ((u64)rows.position(column(r)) * (kHeadDim / 2) + piece * 8) * 8;
@@ -39,7 +35,7 @@ struct Projection {
         for (int i = 0; i < 4; i++) turns[i] = load_constant_16(turn + i * 16);
       }
       const float inverse = inverse_of(shared, 0, column(r));
-      float v[16] = {};
+      float v[16] = {}, square = 0;
       receive.add_rows8<QkvCut>(2 * within(r), column(r), v);
       receive.add_rows8<QkvCut>(2 * within(r) + 1, column(r), v + 8);
 #pragma unroll
@@ -55,8 +51,7 @@ struct Projection {
             squares[i] = v[i] * v[i];
             v[i] *= launch.qk_norm[(layer * 2 + (head == kQueriesPerKv)) * kHeadDim + piece * 16 + i];
           }
-          store_u32(launch.words + Words::squares + square_byte(kv_head, query_tile, column(r)),
-                    __float_as_uint(tree_sum<16>(squares)));
+          square = tree_sum<16>(squares);
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -67,22 +62,10 @@ struct Projection {
       u32 pairs[8];
 #pragma unroll
       for (int i = 0; i < 8; i++) pairs[i] = bf16_pair(v[2 * i], v[2 * i + 1]);
-      if (head < kQueriesPerKv) {
-        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 0, column(r)),
-                 Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
-        store_16(launch.words + Words::queries + query_byte(kv_head, query_tile, 1, column(r)),
-                 Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
-        continue;
-      }
-      u8* page = launch.kv + page_byte(layer, launch.kv_pages, place / kPage, kv_head);
-      const u32 at = place % kPage, dim = piece * 16;
-      if (head == kQueriesPerKv) {
-        store_16(page + k_byte(at, dim), Quad{pairs[0], pairs[1], pairs[2], pairs[3]});
-        store_16(page + k_byte(at, dim + 8), Quad{pairs[4], pairs[5], pairs[6], pairs[7]});
-      } else {
+      u8* words = launch.words + qkv_word(kv_head, tile(r) % kQkvTiles, column(r));
 #pragma unroll
-        for (int i = 0; i < 16; i++) store_u16(page + v_byte(at, dim) + i * 16, pairs[i / 2] >> 16 * (i & 1));
-      }
+      for (int t = 0; t < 4; t++)
+        store_relaxed_16(words + 16 * t, pairs[t], pairs[t + 4], tag, __float_as_uint(square));
     }
   }
 };

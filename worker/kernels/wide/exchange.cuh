@@ -7,7 +7,7 @@
 
 namespace wide {
 
-/// Row tiles that a counter counts: of x a leaf's, of gate and up those of a leaf of down's input, of qkv a KV head's.
+/// Row tiles that a counter counts: of x a leaf's, of gate and up those of a leaf of down's input.
 constexpr u32 kLeafTiles = kHiddenSteps, kActivationTiles = 2 * Down::leaf_steps;
 
 /// Generations of the exchanges, from 1; and the tags of words.
@@ -24,23 +24,16 @@ LP_DEVICE void wait_count(const Launch& launch, u64 counter, u32 target, u32 sit
   while ((int)((seen = load_acquire_u32(p)) - target) < 0)
     if (clock64() - begun > kBlocksWaitLimit) wait_failed(launch, site, target, seen);
 }
-/// A whole warp waits for q, k and v of a KV head. Orders their stores before this warp's loads and bulk copies (grid).
-LP_DEVICE void wait_queries(const Launch& launch, u32 kv_head, u32 generation) {
-  if (lane_index() == 0)
-    wait_count(launch, Words::queries_ready + kv_head * Words::counter, generation * kQkvTiles, kSiteQuery);
-  __syncwarp();
-  fence_async_global();
-}
-/// Loads N words at `base + j * stride` into x, y and extra until all have the tag. While some are missing, one lane's
+/// Loads words at(0) to at(N - 1) into x, y and extra until all have the tag. While some are missing, one lane's
 /// missing word stands for all (polling them all slows the stream).
-template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* base, u32 stride, u32 tag, u32* x, u32* y,
-                                              u32* extra, u32 site) {
+template <int N, class AT> LP_DEVICE void receive_words(const Launch& launch, const AT& at, u32 tag, u32* x, u32* y,
+                                                        u32* extra, u32 site) {
   long long begun = 0;
   while (true) {
     u32 missing = ~0u, seen = 0;
 #pragma unroll
     for (int j = N - 1; j >= 0; j--) {
-      const Quad v = load_relaxed_16(base + j * stride);
+      const Quad v = load_relaxed_16(at(j));
       x[j] = v.x;
       y[j] = v.y;
       extra[j] = v.w;
@@ -51,7 +44,7 @@ template <int N> LP_DEVICE void receive_words(const Launch& launch, const u8* ba
     if (missing != ~0u && clock64() - begun > kBlocksWaitLimit) wait_failed(launch, site, tag, seen);
     const u32 scout = __ballot_sync(kAllLanes, missing != ~0u);
     if ((int)lane_index() == __ffs(scout) - 1) {
-      const u8* word = base + missing * stride;
+      const u8* word = at(missing);
       while ((seen = load_relaxed_16(word).z) != tag)
         if (clock64() - begun > kBlocksWaitLimit) wait_failed(launch, site, tag, seen);
     }

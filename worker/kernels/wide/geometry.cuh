@@ -30,6 +30,7 @@ constexpr int kPairs = kBlocks / 2;
 constexpr int kHiddenChunks = O::most_tiles * 2, kTileWarps = kColumns / 16;
 constexpr int kHiddenRounds = (O::most_tiles * kTileWarps + kConsumers - 1) / kConsumers;
 constexpr int kQkvTiles = (kQueriesPerKv + 2) * kDimTiles;  // of a KV head
+constexpr u32 kQkvWordBytes = 64;                           // of a row tile and column
 
 /// Row tiles of a product that so many blocks next to each other own at most.
 template <class P> LP_DEVICE constexpr int most_tiles(int blocks) {
@@ -291,19 +292,16 @@ struct Words {
   // A counter for each leaf of K, of the row tiles that are written of it.
   static constexpr u64 x_ready = 0, mlp_x_ready = x_ready + 16 * counter;
   static constexpr u64 activation_ready = mlp_x_ready + 16 * counter;
-  static constexpr u64 queries_ready = activation_ready + 16 * counter;           // one a KV head: its q, k and v
-  static constexpr u64 outputs_ready = queries_ready + kKvHeads * counter;        // of attention: all blocks
+  static constexpr u64 outputs_ready = activation_ready + 16 * counter;           // of attention: all blocks
   static constexpr u64 tokens_ready = outputs_ready + counter;                    // all blocks
   static constexpr u64 zeroed = tokens_ready + counter;
   static constexpr u64 attention_x = zeroed, mlp_x = attention_x + (u64)kHiddenTiles * kStepBytes;
   static constexpr u64 attention_out = mlp_x + (u64)kHiddenTiles * kStepBytes;
   static constexpr u64 activation = attention_out + (u64)O::steps * kStepBytes;
-  // [kv head][tile of its query heads][2 halves of k][column][8] bf16
-  static constexpr u64 queries = activation + (u64)Down::steps * kStepBytes;
-  // [kv head][tile of its query heads and of k][column] f32 (kQkNorm)
-  static constexpr u64 squares = queries + (u64)kHeads * kDimTiles * kStepBytes;
+  // [row tile of q, k and v][column][4 words], `qkv_word`
+  static constexpr u64 qkv = activation + (u64)Down::steps * kStepBytes;
   // [x, MLP's x][hidden tile][column] f32: squares of its rows
-  static constexpr u64 sums = squares + (u64)(kQkNorm ? kHeads + kKvHeads : 0) * kDimTiles * kColumns * 4;
+  static constexpr u64 sums = qkv + (u64)Qkv::tiles * kColumns * kQkvWordBytes;
   // [x, MLP's x][column] (tag << 32 | 1 / rms)
   static constexpr u64 inverse = sums + 2ull * kHiddenTiles * kColumns * 4;
   // [block][column] (token << 32 | logit)
@@ -314,28 +312,26 @@ struct Words {
   static constexpr u64 hidden = stop + 128;
   static constexpr u64 items = hidden + (u64)kBlocks * kHiddenRounds * kConsumerThreads * 32;  // of attention
 };
-LP_DEVICE u64 query_byte(u32 kv_head, u32 tile, u32 half, u32 column) {
-  return (u64)((kv_head * (kQueriesPerKv * kDimTiles) + tile) * 2 + half) * (kColumns * 16) + column * 16;
+/// q, k and v of this step: words {dimensions 2 t, 2 t + 1 of a row tile; 2 t + 8, 2 t + 9; tag; sum of squares of the
+/// tile (kQkNorm)}, t from 0 to 3. `tile`: of the KV head's, its query heads, then k, then v.
+LP_DEVICE u64 qkv_word(u32 kv_head, u32 tile, u32 column) {
+  return Words::qkv + (u64)((kv_head * kQkvTiles + tile) * kColumns + column) * kQkvWordBytes;
 }
 /// Of the block's first hidden tile, of the sums of squares of x (norm 0) or the MLP's x (1).
 LP_DEVICE u64 squares_byte(int norm) {
   return Words::sums + (u64)(norm * kHiddenTiles + first_hidden_tile()) * kColumns * 4;
 }
-LP_DEVICE u64 square_byte(u32 kv_head, u32 tile, u32 column) {
-  return ((u64)(kv_head * ((kQueriesPerKv + 1) * kDimTiles) + tile) * kColumns + column) * 4;
-}
 
 /// Offsets in shared memory.
 struct Shared {
   static constexpr u32 ring = 0;                                                     // [kStages]
-  static constexpr u32 input = ring + kStages * kStageBytes;                         // [kInputSlots]
-  // Partial sums of the pair; scratch of attention and of the LM head.
+  // [kInputSlots]; between qkv and o attention's shares.
+  static constexpr u32 input = ring + kStages * kStageBytes;
+  // Partial sums of the pair; scratch of the LM head.
   static constexpr u32 receive = input + kInputSlots * kInputSteps * kStepBytes;
   static constexpr u32 scratch = kColumns == 32 ? 24576 : 32768;
   static constexpr u32 inverse = receive + scratch;                                  // [x, MLP's x][column] 1 / rms
-  // [column] position of this step in the pool: page * kPage + within; ~0: idle
-  static constexpr u32 place = inverse + 2 * kColumns * 4;
-  static constexpr u32 rows = place + kColumns * 4;                                  // [column] Row
+  static constexpr u32 rows = inverse + 2 * kColumns * 4;                            // [column] Row
   static constexpr u32 stage_full = rows + kColumns * sizeof(Row);                   // mbarriers
   static constexpr u32 stage_empty = stage_full + kStages * 8;
   static constexpr u32 input_full = stage_empty + kStages * 8, input_empty = input_full + kInputSlots * 8;

@@ -43,7 +43,10 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
                 SUMS = TILES * C::bundle;
   static_assert(STEPS % RUN == 0 && C::steps % RUN == 0, "whole runs");
   static_assert(C::bundle == 1 || (TILES == 1 && STEPS == C::span_steps), "a bundle is a group of a tile");
-  if (k % C::steps == 0) at.stage = consumer.wait();
+  // Where all groups begin with a stage, or a slot, no branch says so, which would cost the operands their uniform
+  // registers.
+  constexpr bool kStageEach = C::group_steps % C::steps == 0, kSlotEach = C::group_steps % SLOT == 0;
+  if (kStageEach || k % C::steps == 0) at.stage = consumer.wait();
   // Others become operands one after the other, while products run.
   constexpr bool kStoredAsUsed = P::format == Format::kBf16;
   StoredRun<P> a[STEPS / RUN][TILES];
@@ -52,16 +55,17 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
   for (int r = 0; r < STEPS / RUN; r++)
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-      const u32 run = at.stage + run_at(k % C::steps / RUN + r, t);
+      const u32 run = at.stage + run_at((kStageEach ? 0 : k % C::steps / RUN) + r, t);
       scales[r][t] = on ? RunScales<P::format>::load(run) : RunScales<P::format>{};
       a[r][t] = on ? StoredRun<P>::load(run) : StoredRun<P>{};
     }
 #pragma unroll
   for (int s = 0; s < SLOTS; s++)  // while fragments are loaded
-    if (k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
+    if (kSlotEach || k % SLOT == 0) at.input[s] = consumer.wait_input(s) + input;
   u64 operand[SLOTS];  // of one lane, or the compiler takes it for a lane's own and moves it before every product
 #pragma unroll
-  for (int s = 0; s < SLOTS; s++) operand[s] = wgmma_operand(shuffle(at.input[s], 0) + k % SLOT * kStepBytes);
+  for (int s = 0; s < SLOTS; s++)
+    operand[s] = wgmma_operand(shuffle(at.input[s], 0) + (kSlotEach ? 0 : k % SLOT * kStepBytes));
 #pragma unroll
   for (int i = 0; i < SUMS; i++) pin<N / 2>(sum[i]);
   if (kStoredAsUsed) wgmma_fence();
@@ -78,13 +82,13 @@ LP_DEVICE void multiply(Consumer& consumer, Operands<kSlots<C>>& at, int k, bool
   }
   const bool ends = k + STEPS == C::span_steps;
   wgmma_commit();
-  if ((k + STEPS) % C::steps == 0 || ends) consumer.release();  // its fragments are operands
+  if (kStageEach || (k + STEPS) % C::steps == 0 || ends) consumer.release();  // its fragments are operands
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < SUMS; i++) pin<N / 2>(sum[i]);
 #pragma unroll
   for (int s = 0; s < SLOTS; s++)
-    if ((k + STEPS) % SLOT == 0 || ends) consumer.release_input();
+    if (kSlotEach || (k + STEPS) % SLOT == 0 || ends) consumer.release_input();
 }
 /// One span of TILES tiles, k16 steps of each leaf ascending from zero, in groups, the last one perhaps of fewer steps.
 template <class C, int TILES, class RUN_AT>

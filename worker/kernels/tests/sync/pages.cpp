@@ -72,14 +72,12 @@ inline void reached(const Launch&, u32, u32, u32, u32) {}
 inline void clear_outside(u32, u32, u32) {}
 #include "../../wide/geometry.cuh"
 #include "../../wide/stream.cuh"
-// In the place of exchange.cuh: all queries are there, and nobody merges spans, of which no row has several.
+// In the place of exchange.cuh: nobody merges spans, of which no row has several.
 namespace wide {
 void consumers_sync() { barrier_sync(1, kConsumerThreads); }
 void publish(const Launch&, u64) { consumers_sync(); }
-void wait_queries(const Launch&, u32, u32) {}
-u32 generation_of(u32, u32 layer) { return layer + 1; }
 u32 tag_of(const Launch&, u32, u32 layer) { return layer; }
-template <int N> void receive_words(const Launch&, const u8*, u32, u32, u32* x, u32* y, u32* extra, u32) {
+template <int N, class AT> void receive_words(const Launch&, const AT&, u32, u32* x, u32* y, u32* extra, u32) {
   for (int i = 0; i < N; i++) x[i] = y[i] = extra[i] = 0;
 }
 }  // namespace wide
@@ -98,17 +96,23 @@ inline void see(u32 stage) {
 }
 
 namespace wide {
-/// In the place of attention_share.cuh: notes what it is given.
+/// In the place of attention_share.cuh: notes what it is given, and writes to the pages that this step adds to.
+struct Fresh {
+  float k;
+
+  void receive(const Launch&, u32, u32, u32) {}
+  void put(u32 stage, u32, u8*) const { store_shared_u32(stage + 16 + warp_index() / kSetWarps * 4, warp_index()); }
+};
 struct Share {
   float reference[2] = {}, total[2] = {}, out[kDimTiles][4] = {};
 
-  Share(const Launch&, u32, u32, u32, u32) {}
+  Share(const Launch&, const AttentionItem&, u32, u32, u32, u32, Fresh&) {}
   template <class SEEN> bool add_page(u32 stage, bool, const SEEN&, const float (*)[2]) {
     see(stage);
     return false;
   }
 };
-void fetch_k_scale(const Launch&, const Rows&, const AttentionItem&, u32, u32, float (*)[2]) {}
+void fetch_k_scale(const float*, u32, u32, float (*)[2]) {}
 void take_k_scale(const Consumer&, u32, u32, float (*)[2]) {}
 }  // namespace wide
 #include "../../wide/attention.cuh"
@@ -165,7 +169,7 @@ struct Plan {
 int main() {
   static u32 report[16];
   std::vector<u8> words(Words::items);
-  *(u32*)(words.data() + Words::queries_ready) = 0x40000000;
+  const std::vector<u32> page_table(kSpanPages);
   // What stages are copied from: one that begins with each number.
   std::map<u32, std::vector<u32>> memory;
   for (u32 layer = 0; layer < kLayersOfOne; layer++)
@@ -178,6 +182,7 @@ int main() {
     Launch launch{};
     launch.report = report, launch.words = words.data(), launch.rows = plan.rows.data();
     launch.row_count = plan.rows.size(), launch.items = plan.list.data(), launch.page_stride = kSpanPages;
+    launch.page_table = page_table.data();
     init_rings(0);
     store_shared_u32(Shared::items, 0);
     store_shared_u32(Shared::items + 4, plan.list.size());

@@ -125,13 +125,13 @@ pub static WIDE: Roles = Roles {
         (Phase::QueryKeyValue, 0, None, 1),
         // The peer's partial sums and 1 / rms.
         (Phase::QueryKeyValue, 1, Some(12), 3),
-        (Phase::Attend, 3, Some(10), 4),
+        (Phase::Attend, 3, None, 4),
         (Phase::AttentionOut, 4, None, 6),
         (Phase::GateUp, 6, None, 7),
         (Phase::Down, 7, None, 9),
     ],
     head: &[(Phase::Head, 0, None, 1), (Phase::Choose, 1, None, 2)],
-    // Products wait for their inputs piece by piece.
+    // Products wait for their inputs piece by piece, attention for its queries item by item.
     known_waits: &[],
     tracks: [
         Track {

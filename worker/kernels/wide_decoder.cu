@@ -2,11 +2,11 @@
 // with the same weights, KV pool and launches, bit by bit; what differs is who does what (wide/geometry.cuh).
 //
 // Clusters of two blocks. Eight consumer warps (two warpgroups) do products, attention and what follows them; two warps
-// stream weights and pages, one fetches activations, one finds norms. Exchanges of a layer, each a counter that its
-// readers wait for (wide/exchange.cuh):
-//   attention_x    residual -> qkv         a leaf of K        attention_out  attention -> o   all blocks
-//   queries        qkv -> attention        a KV head          mlp_x          residual -> gate/up, a leaf of K
-//   (and K, V)                                                activation     silu -> down     a leaf of K
+// stream weights and pages, one fetches activations, one finds norms. Exchanges of a layer (wide/exchange.cuh), q, k and
+// v as words, the others each a counter that its readers wait for:
+//   attention_x    residual -> qkv         a leaf of K        mlp_x          residual -> gate/up, a leaf of K
+//   qkv            qkv -> attention        words              activation     silu -> down     a leaf of K
+//   attention_out  attention -> o          all blocks
 #include "ptx/ptx.cuh"
 #include "ptx/wgmma.cuh"
 #include "layout/shape.cuh"

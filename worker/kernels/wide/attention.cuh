@@ -133,9 +133,9 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
             number = warp_index() % kSetWarps, tag = tag_of(launch, rows.step, layer);
   const u32 low = rows.first_visible(item.last), high = rows.position(item.last), earliest = rows.position(begin),
             first_fresh = row.first_position + rows.step;
-  Fresh fresh;
-  u32 held = high;  // the position that `fresh` is of
+  Fresh fresh;  // of position `high`
   Share share(launch, item, begin, first, columns, tag, fresh);
+  reached(launch, rows.step, warp_index(), layer, 10);
   begin_stages();
   // Without a page of its own.
   if (kOwnPages && item.pages <= (number - item.begin) % kSpanShares) landed();
@@ -154,7 +154,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     }
     const bool whole = base >= low && base + kPage - 1 <= earliest, patched = base + kPage > first_fresh;
     const bool pooled = patched || (kQkNorm && !kScaledStages);
-    const u32 of_pool = pooled ? load_constant_u32(pages_of(launch, row.slot) + page) : 0;
+    const u32 of_pool = pooled ? load_constant_u32(launch.page_table + row.slot * launch.page_stride + page) : 0;
     float* stored = launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head);
     float k[kPageLeaves][2] = {};
     if constexpr (kQkNorm && !kScaledStages) fetch_k_scale(stored, page, first_fresh, k);
@@ -163,27 +163,39 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
     if (i + (kOwnPages ? kSpanShares : 1) >= item.pages) landed();
     if (!whole) clear_outside(stage, low > base ? low - base : 0, high + 1 > base ? min(high + 1 - base, kPage) : 0);
     if (any_lane(patched)) {
-      const u32 oldest = first_fresh > base ? first_fresh : base, newest = min(high, base + kPage - 1);
+      const u32 from = first_fresh > base ? first_fresh : base, oldest = from > low ? from : low,
+                newest = min(high, base + kPage - 1);
       u8* in_pool = launch.kv + page_byte(layer, launch.kv_pages, of_pool, item.kv_head);
+      Fresh next[Fresh::kTogether] = {fresh};
+      u32 left = newest == high;  // of these
 #pragma unroll 1
-      for (u32 position = newest + 1; any_lane(position > oldest);) {
+      for (u32 position = newest + 1; any_lane(position > oldest); left--) {
         position--;
-        if (any_lane(position != held))
-          fresh.receive(launch, item.kv_head, row.first_row + (position - first_fresh), tag), held = position;
+        if (any_lane(left == 0)) {
+          Fresh::receive(launch, item.kv_head, row.first_row + (position - first_fresh),
+                         row.first_row + (oldest - first_fresh), tag, next);
+          left = Fresh::kTogether;
+        }
         // Those of the group's own rows are kept, by one of its sets.
-        fresh.put(stage, position - base, position >= earliest && first == 0 ? in_pool : nullptr);
+        const bool kept = position >= earliest && first == 0;
+        next[0].put(stage, position - base, kept ? in_pool : nullptr);
         if constexpr (kQkNorm) {
 #pragma unroll
           for (u32 l = 0; l < kPageLeaves; l++)
 #pragma unroll
             for (u32 r = 0; r < 2; r++)
-              if (base + l * kLeafPositions + g + 8 * r == position) k[l][r] = fresh.k;
-          if (lane_index() == 0) stored[position - base] = fresh.k;
+              if (base + l * kLeafPositions + g + 8 * r == position) k[l][r] = next[0].k;
+          if (kept && lane_index() == 0) stored[position - base] = next[0].k;
         }
+#pragma unroll
+        for (u32 i = 1; i < Fresh::kTogether; i++) next[i - 1] = next[i];
       }
     }
     // Both sets have changed the page: neither reads it before the other is through.
-    if (any_lane(!alone && (patched || !whole))) barrier_sync(6 + number, 64);
+    if (any_lane(!alone && (patched || !whole))) {
+      reached(launch, rows.step, warp_index(), layer, 13);
+      barrier_sync(6 + number, 64);
+    }
     const bool never = share.add_page(
         stage, whole,
         [&](u32 at, u32 c) {

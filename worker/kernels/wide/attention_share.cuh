@@ -16,11 +16,18 @@ struct Fresh {
     const u32 lane = lane_index();
     return launch.words + qkv_word(kv_head, kQueriesPerKv * kDimTiles + lane / 4, row) + lane % 4 * 16;
   }
-  LP_DEVICE void receive(const Launch& launch, u32 kv_head, u32 row, u32 tag) {
-    const u8* from = words(launch, kv_head, row);
-    u32 of_x[kWords], of_y[kWords], squares[kWords];
-    receive_words<kWords>(launch, [&](u32 j) { return from + j * kStride; }, tag, of_x, of_y, squares, kSiteFresh);
-    take(of_x, of_y, squares);
+  /// Of rows newest, newest - 1, ..., but not before `oldest`, which comes again instead.
+  static constexpr u32 kTogether = 4;
+  LP_DEVICE static void receive(const Launch& launch, u32 kv_head, u32 newest, u32 oldest, u32 tag, Fresh* to) {
+    constexpr u32 WORDS = kTogether * kWords;
+    const auto at = [&](u32 j) {
+      const u32 back = j / kWords, row = newest - oldest < back ? oldest : newest - back;
+      return words(launch, kv_head, row) + j % kWords * kStride;
+    };
+    u32 of_x[WORDS], of_y[WORDS], squares[WORDS];
+    receive_words<WORDS>(launch, at, tag, of_x, of_y, squares, kSiteFresh);
+#pragma unroll
+    for (u32 i = 0; i < kTogether; i++) to[i].take(of_x + i * kWords, of_y + i * kWords, squares + i * kWords);
   }
   LP_DEVICE void take(const u32* of_x, const u32* of_y, const u32* squares) {
 #pragma unroll
@@ -31,7 +38,7 @@ struct Fresh {
     for (int d = 4; d < 32; d *= 2) sum += shuffle_xor(sum, d);
     k = inverse_rms<kHeadWidth>(shuffle(sum, 0));
   }
-  /// Into a page in shared memory at `stage`, at position `at` of it; into the one in memory, too, if there is a `page`.
+  /// Into a page in shared memory at `stage`, at position `at` of it, and into the one in memory, if there is a `page`.
   /// A whole warp calls it.
   LP_DEVICE void put(u32 stage, u32 at, u8* page) const {
 #pragma unroll

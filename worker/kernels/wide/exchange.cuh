@@ -1,5 +1,6 @@
-// Exchanges. Over the chip by counters: a block stores, then adds how many row tiles it has stored; readers wait for
-// generation x tiles. One buffer an exchange suffices, because every layer all blocks, those without tiles, too,
+// Exchanges. Over the chip by words with a tag, which readers poll (q, k and v, spans of attention), or by counters,
+// for what bulk copies read: a block stores, then adds how many row tiles it has stored; readers wait for generation x
+// tiles. One buffer an exchange suffices, because every layer all blocks, those without tiles, too,
 // publish outputs_ready behind all that they read of the layer before, and every writer waits for what follows that.
 // Within a pair by bulk copies from shared memory to shared memory, whose bytes complete the receiver's barrier, so
 // that nobody needs a fence at cluster scope.
@@ -81,7 +82,7 @@ struct Receive {
   const Launch& launch;
   u32 shared;
 
-  static constexpr u32 kLayerUses = 3;  // of the buffer in a layer: qkv and attention, o, down
+  static constexpr u32 kLayerUses = 3;  // of the buffer in a layer: qkv, o, down
   /// Before anything is written to either block's buffer: both have read what they had received before.
   LP_DEVICE void begin(u32 use) {
     wait_barrier(launch, shared + Shared::receive_free, use & 1 ^ 1, kSitePartialsEmpty);

@@ -2,7 +2,8 @@
 // warp sees the pages of its items, in order, among stages of weights; none is overwritten while it is read; nobody
 // waits without an end. Items are random: of one tile of columns or of two, of 1 to 16 pages; with a window the first
 // may be any. A warp that streams is two lanes, another one.
-// `-DLP_UNHEARD` is the negative control: a set does not wait until the other's pages have landed. See run.sh.
+// Negative controls: with `-DLP_UNHEARD` a set does not wait until the other's pages have landed, with `-DLP_UNMET` not
+// until the other has changed a page of both. See run.sh.
 #include "emulated.h"
 
 #include <chrono>
@@ -45,11 +46,15 @@ inline void barrier_arrive(u32 barrier, u32 threads) {
 inline u32 slow_set = 0;
 inline void barrier_sync(u32 barrier, u32 threads) {
   stumble();
-  if (barrier >= 4 && warp_index() / 4 == slow_set) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+  const bool of_turns = barrier == 4 || barrier == 5;  // sets hear of each other's pages, others meet
+  if (of_turns && warp_index() / 4 == slow_set) std::this_thread::sleep_for(std::chrono::milliseconds(3));
   Named& named = named_barriers[barrier];
   const u64 before = named.arrive(threads);
 #ifdef LP_UNHEARD
-  if (barrier >= 4) return;
+  if (of_turns) return;
+#endif
+#ifdef LP_UNMET
+  if (barrier > 5) return;
 #endif
   std::unique_lock held(named.lock);
   if (!named.more.wait_for(held, std::chrono::seconds(20), [&] { return named.phase != before; }))
@@ -96,19 +101,25 @@ inline void see(u32 stage) {
 }
 
 namespace wide {
-/// In the place of attention_share.cuh: notes what it is given, and writes to the pages that this step adds to.
+/// In the place of attention_share.cuh: notes what it is given. Each set changes a word of the pages that this step
+/// adds to, and reads those of all sets that do.
 struct Fresh {
+  static constexpr u32 kTogether = 2;
   float k;
 
-  void receive(const Launch&, u32, u32, u32) {}
-  void put(u32 stage, u32, u8*) const { store_shared_u32(stage + 16 + warp_index() / kSetWarps * 4, warp_index()); }
+  static u32 word(u32 set) { return 16 + set * 4; }
+  static void receive(const Launch&, u32, u32, u32, u32, Fresh*) {}
+  void put(u32 stage, u32, u8*) const { store_shared_u32(stage + word(warp_index() / kSetWarps), warp_index()); }
 };
 struct Share {
   float reference[2] = {}, total[2] = {}, out[kDimTiles][4] = {};
+  bool of_both;
 
-  Share(const Launch&, const AttentionItem&, u32, u32, u32, u32, Fresh&) {}
+  Share(const Launch&, const AttentionItem&, u32, u32, u32 columns, u32, Fresh&) : of_both(columns > 8) {}
   template <class SEEN> bool add_page(u32 stage, bool, const SEEN&, const float (*)[2]) {
     see(stage);
+    for (u32 set = 0; set < kSets; set++)
+      if (of_both || set == warp_index() / kSetWarps) (void)load_shared_u32(stage + Fresh::word(set));
     return false;
   }
 };

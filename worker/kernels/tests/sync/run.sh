@@ -68,6 +68,7 @@ build pages pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}"
 build pages-five pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=4096 "${pages[@]}" # five stages: a warp waits for all pages
 build pages-window pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -ULP_WINDOW -DLP_WINDOW=300
 build unheard pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -DLP_UNHEARD
+build unmet pages.cpp -DLP_COLUMNS=32 -DLP_HIDDEN=1024 "${pages[@]}" -DLP_UNMET
 tiles=(-Wno-parentheses -DLP_LAYERS=1 -DLP_COLUMNS=2048 -DLP_HEADS=16 -DLP_KV_HEADS=4 -DLP_HEAD_DIM=64 -DLP_BLOCKS=128)
 build tiles tiles.cpp -DLP_HIDDEN=1024 -DLP_INTERMEDIATE=308 "${tiles[@]}" # an odd number of groups
 for hidden in 1152 1536 2048 3072; do
@@ -94,6 +95,7 @@ noticed "chunks of others passed over before they have landed" unawaited "data r
 noticed "slots given back before they are read" early "data race" "saw other fragments"
 noticed "pages awaited before those of the other set have landed" unheard "data race" "[1-9][0-9]* warps saw others" \
     "waits at a barrier without an end"
+noticed "a page of both sets read before the other has changed it" unmet "data race"
 noticed "halves of a pair's weights fetched before the other block has read" untold "data race" "[1-9][0-9]* wrong"
 noticed "rings that are not paced" unpaced "[1-9][0-9]* times too many rings"
 noticed "words that are not cleared" kept "fragments of another step"

@@ -790,7 +790,7 @@ def trace(args):
         stages = ["wait for x", "qkv", "attend", "merge", "wait for o's input", "o", "wait for x", "gate/up", "down"]
         if batch not in NARROW:
             stages = [
-                "qkv with wait", "exchanged", "q, k, v published", "attend", "o with wait, exchanged", "published",
+                "qkv with wait", "exchanged", "q, k, v written", "attend", "o with wait, exchanged", "published",
                 "gate/up with wait", "published, down with wait, exchanged", "published"
             ]
         between = lambda i, j: f"{(microseconds[..., j] - microseconds[..., i]).mean():.2f}"
@@ -798,8 +798,8 @@ def trace(args):
               ", ".join(f"{stage} {between(i, i + 1)}" for i, stage in enumerate(stages)))
         if batch not in NARROW:
             print(
-                f"    q, k, v: norm there {between(2, 12)}, written {between(12, 13)}, published {between(13, 3)}; "
-                f"attend: seen {between(3, 10)}, items {between(10, 11)}, published {between(11, 4)}"
+                f"    q, k, v: norm there {between(2, 12)}, written {between(12, 3)}; "
+                f"attend: items {between(3, 11)}, published {between(11, 4)}"
             )
 
 

@@ -335,7 +335,7 @@ mod tests {
         assert_eq!(waits, [(10.0, 5.0), (30.0, 5.0), (50.0, 5.0)]);
     }
 
-    /// One block of a wide kernel, two layers; the second set has no item of attention.
+    /// One block of a wide kernel, two layers.
     #[test]
     fn wide_passes_have_their_own_stages() {
         let (warps, layers) = (12, 2);
@@ -350,8 +350,7 @@ mod tests {
             note(warp, layers, STEP_BEGUN, 1);
             for layer in 0..layers {
                 let begun = 3 + 50 * layer as i64;
-                let stages =
-                    [(0, 0), (1, 4), (2, 6), (12, 7), (3, 9), (4, 20), (5, 24), (6, 25), (7, 40), (9, 50)];
+                let stages = [(0, 0), (1, 4), (2, 6), (12, 7), (3, 9), (4, 20), (5, 24), (6, 25), (7, 40), (9, 50)];
                 stages.into_iter().for_each(|(stage, us)| note(warp, layer, stage, begun + us));
             }
             [(0, 103), (1, 110), (2, 115)].into_iter().for_each(|(stage, us)| note(warp, layers, stage, us));

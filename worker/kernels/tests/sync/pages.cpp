@@ -48,13 +48,13 @@ inline void barrier_sync(u32 barrier, u32 threads) {
   stumble();
   const bool of_turns = barrier == 4 || barrier == 5;  // sets hear of each other's pages, others meet
   if (of_turns && warp_index() / 4 == slow_set) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+#ifdef LP_UNMET
+  if (barrier > 5) return;
+#endif
   Named& named = named_barriers[barrier];
   const u64 before = named.arrive(threads);
 #ifdef LP_UNHEARD
   if (of_turns) return;
-#endif
-#ifdef LP_UNMET
-  if (barrier > 5) return;
 #endif
   std::unique_lock held(named.lock);
   if (!named.more.wait_for(held, std::chrono::seconds(20), [&] { return named.phase != before; }))
@@ -118,8 +118,9 @@ struct Share {
   Share(const Launch&, const AttentionItem&, u32, u32, u32 columns, u32, Fresh&) : of_both(columns > 8) {}
   template <class SEEN> bool add_page(u32 stage, bool, const SEEN&, const float (*)[2]) {
     see(stage);
+    [[maybe_unused]] volatile u32 read;  // or nothing would be read
     for (u32 set = 0; set < kSets; set++)
-      if (of_both || set == warp_index() / kSetWarps) (void)load_shared_u32(stage + Fresh::word(set));
+      if (of_both || set == warp_index() / kSetWarps) read = load_shared_u32(stage + Fresh::word(set));
     return false;
   }
 };

@@ -28,6 +28,7 @@ LP_DEVICE u32 spans_of(const Rows& rows, u32 last) {
 
 constexpr u32 kHeadBlocks = kBlocks / kKvHeads;  // those that are left over attend to nothing
 LP_DEVICE u32 own_kv_head() { return block_index() / kHeadBlocks; }
+
 struct AttentionItem {
   u32 kv_head, last;  // the group's last row
   u32 begin, pages;   // those of a span that the group sees

@@ -153,6 +153,7 @@ LP_DEVICE void attend_span(Consumer& consumer, const Rows& rows, const Attention
       continue;
     }
     const bool whole = base >= low && base + kPage - 1 <= earliest, patched = base + kPage > first_fresh;
+    // Not pages_of, which a control (LP_NEIGHBOR) may point at what is another's: this is written to.
     const bool pooled = patched || (kQkNorm && !kScaledStages);
     const u32 of_pool = pooled ? load_constant_u32(launch.page_table + row.slot * launch.page_stride + page) : 0;
     float* stored = launch.k_scale + first_scale(layer, launch.kv_pages, of_pool, item.kv_head);
